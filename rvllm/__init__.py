@@ -1,0 +1,25 @@
+"""rvllm: serve GGUF language models to many requests at once, on the machine you have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rvllm.version import __version__
+
+if TYPE_CHECKING:
+    from rvllm.llm import LLM
+    from rvllm.request import RequestOutput
+    from rvllm.sampling_params import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_MODULES = {"LLM": "rvllm.llm", "RequestOutput": "rvllm.request", "SamplingParams": "rvllm.sampling_params"}
+
+
+def __getattr__(name: str) -> object:
+    # Loaded at first use: `rvllm --help` must not pay for numpy, the tokenizer and the native core.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_MODULES[name]), name)

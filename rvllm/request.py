@@ -1,0 +1,152 @@
+"""Request, the unit the scheduler works on, and the outputs a caller gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from rvllm.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class SampledToken(NamedTuple):
+    """What the runner returns for a request that samples.
+
+    logprobs: token id -> (natural logprob, rank from 1) for the sampled token and the asked-for best ones;
+    None when the request asked for none.
+    """
+
+    token_id: int
+    logprobs: dict[int, tuple[float, int]] | None = None
+
+
+class Request:
+    """One generation: one choice of one prompt. Hashed by identity.
+
+    token_ids: prompt + output, one list that grows. K/V of token_ids[:num_computed_tokens] is stored in the
+    blocks of block_table; preemption sets num_computed_tokens back to 0 and empties the table.
+    max_num_tokens: prompt + output length at which the request ends with "length".
+    """
+
+    __slots__ = (
+        "arrival_step",
+        "block_table",
+        "finish_reason",
+        "index",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "request_id",
+        "sampler",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        max_num_tokens: int,
+        arrival_step: int = 0,
+        index: int = 0,
+        sampler: object = None,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.index = index
+        self.arrival_step = arrival_step
+        self.max_num_tokens = max_num_tokens
+        self.sampler = sampler
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, index={self.index}, {self.status.name}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens}, computed={self.num_computed_tokens})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """logprob: natural logarithm of the model's own distribution. rank: 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One choice. token_ids and logprobs have one entry a token, also for the token that ended the text.
+
+    finish_reason: "stop", "length", or None while it runs. stop_reason: the stop string or the entry of
+    stop_token_ids that ended it; None for a token of the model's own that ends generation.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    cumulative_logprob: float | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a request has produced: everything (LLM.generate), or what is new (LLMEngine.step, LLM.stream).
+
+    prompt: None where the prompt was given as token ids.
+    num_cached_tokens: prompt tokens whose K/V came from the prefix cache.
+    finished: no choice of this request will produce more.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    outputs: list[CompletionOutput]
+    finished: bool

@@ -1,0 +1,122 @@
+"""SamplingParams: how the next token is chosen and when a request ends. Checked once, then never changed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+GREEDY_BELOW = 1e-5  # a lower temperature would overflow logits / temperature in float32
+MAX_N = 1024
+MAX_SEED = 2**64 - 1
+
+
+def _check_real(name: str, value: object, low: float, high: float, low_excluded: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    number = float(value)
+    too_low = number <= low if low_excluded else number < low
+    if not math.isfinite(number) or too_low or number > high:
+        left = "(" if low_excluded else "["
+        right = ")" if high == math.inf else "]"
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {value!r}")
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be {limit}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request, with vLLM's names, meanings and defaults.
+
+    n: choices for one prompt; choice k samples from stream k of the seed.
+    temperature: 0 (or anything below 1e-5) is greedy: the best token, after penalties and bias.
+    top_k: 0 or -1 keeps the whole vocabulary. top_p, min_p: the best token is always kept.
+    seed: None or -1: derived from the engine's seed.
+    stop: strings that end the text; the text is cut before them unless include_stop_str_in_output.
+    max_tokens: None runs to the end of the context.
+    min_tokens: until then end-of-generation and stop tokens are banned and stop strings are not searched.
+    logit_bias: token id -> addend in [-100, 100].
+    logprobs: None for none, else how many alternatives beside the sampled token. Always natural logarithms
+        of the model's own distribution, before temperature, penalties and bias.
+
+    Raises ValueError naming field, value and limit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_real("temperature", self.temperature, 0, math.inf)
+        _check_real("top_p", self.top_p, 0, 1)
+        _check_int("top_k", self.top_k, -1)
+        _check_real("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), MAX_SEED)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_real("presence_penalty", self.presence_penalty, -2, 2)
+        _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, low_excluded=True)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_stop()
+        self._check_token_ids()
+
+    def _check_stop(self) -> None:
+        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
+            raise ValueError(f"stop must be a string or a list of strings, got {self.stop!r}")
+        for text in self.stop_strings:
+            if not isinstance(text, str):
+                raise ValueError(f"stop must be a string or a list of strings, got {text!r} in it")
+            if not text:
+                raise ValueError("stop must not hold an empty string: it would match everywhere")
+
+    def _check_token_ids(self) -> None:
+        if self.stop_token_ids is not None:
+            if not isinstance(self.stop_token_ids, (list, tuple)):
+                raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+            for token_id in self.stop_token_ids:
+                _check_int("stop_token_ids", token_id, 0)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+            for token_id, bias in self.logit_bias.items():
+                _check_int("logit_bias key", token_id, 0)
+                _check_real(f"logit_bias[{token_id}]", bias, -100, 100)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
