@@ -80,8 +80,9 @@ class Request:
 
     def __repr__(self) -> str:
         return (
-            f"Request({self.request_id!r}, index={self.index}, {self.status.name}, prompt={self.num_prompt_tokens}, "
-            f"output={self.num_output_tokens}, computed={self.num_computed_tokens})"
+            f"Request({self.request_id!r}, index={self.index}, {self.status.name}, "
+            f"prompt={self.num_prompt_tokens}, output={self.num_output_tokens}, "
+            f"computed={self.num_computed_tokens})"
         )
 
     @property

@@ -25,7 +25,7 @@ def _check_real(name: str, value: object, low: float, high: float, low_excluded:
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < low or (high is not None and value > high):
+    if int(value) < low or (high is not None and int(value) > high):
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be {limit}, got {value!r}")
 

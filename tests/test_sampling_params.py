@@ -1,0 +1,91 @@
+"""SamplingParams refuses every bad value by name, and accepts every edge that users rely on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rvllm.sampling_params import SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("n", v) for v in (0, -1, 1025, True, 1.0, "2", None)],
+        *[("temperature", v) for v in (-0.1, NAN, INF, -INF, True, "0.5", None)],
+        *[("top_p", v) for v in (-0.1, 1.0001, NAN, "0.9", None, False)],
+        *[("top_k", v) for v in (-2, -5, 1.5, "3", None, True)],
+        *[("min_p", v) for v in (-0.1, 1.1, NAN)],
+        *[("seed", v) for v in (2**64, -(2**63) - 1, 1.5, "1", True)],
+        *[("max_tokens", v) for v in (0, -1, 1.0, "16", True)],
+        *[("min_tokens", v) for v in (-1, 17, 0.5, None)],
+        *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, None)],
+        *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN)],
+        *[("repetition_penalty", v) for v in (0, -1, NAN, INF)],
+        *[("logprobs", v) for v in (-1, 1.0, True, "1")],
+        *[("stop", v) for v in ("", [""], ["", "x"], [1], {"a": 1}, 1, [None], b"x")],
+        *[("stop_token_ids", v) for v in (3, [-1], ["a"], [1.5], [True], {1})],
+        *[("include_stop_str_in_output", v) for v in (1, None, "yes")],
+        *[("ignore_eos", v) for v in (1, None)],
+        *[("skip_special_tokens", v) for v in (0, None)],
+        *[
+            ("logit_bias", v)
+            for v in ([], "x", {"33": 1}, {-1: 1}, {33: 1e9}, {33: None}, {33: NAN}, {True: 1})
+        ],
+    ],
+)
+def test_bad_value_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field) as error:
+        SamplingParams(**{field: value})
+    assert "\n" not in str(error.value)
+
+
+def test_message_names_value_and_limit() -> None:
+    with pytest.raises(ValueError, match=r"^top_p must be in \[0, 1\], got 1\.5$"):
+        SamplingParams(top_p=1.5)
+    with pytest.raises(ValueError, match=r"^repetition_penalty must be in \(0, inf\), got 0$"):
+        SamplingParams(repetition_penalty=0)
+    with pytest.raises(ValueError, match=r"^min_tokens must be in \[0, 4\], got 5$"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+    with pytest.raises(ValueError, match=r"^max_tokens must be at least 1, got 0$"):
+        SamplingParams(max_tokens=0)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 5e-324, 1e-300, 1e-40, 1e-8, 9.9e-6])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert SamplingParams(temperature=temperature).is_greedy
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.2, 1, 2.0, 100.0])
+def test_other_temperatures_sample(temperature: float) -> None:
+    assert not SamplingParams(temperature=temperature).is_greedy
+
+
+def test_edges_are_accepted() -> None:
+    SamplingParams(top_p=0)
+    SamplingParams(top_p=1)
+    for top_k in (0, -1, 1, 49152, 10**9):
+        SamplingParams(top_k=top_k)
+    for seed in (-1, 0, 2**64 - 1, None):
+        SamplingParams(seed=seed)
+    SamplingParams(max_tokens=None, min_tokens=10**6)
+    SamplingParams(logit_bias={0: -100, 5: 100.0})
+    SamplingParams(logprobs=0)
+    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3))
+
+
+def test_stop_strings() -> None:
+    assert SamplingParams().stop_strings == ()
+    assert SamplingParams(stop=[]).stop_strings == ()
+    assert SamplingParams(stop="x").stop_strings == ("x",)
+    assert SamplingParams(stop=["a", "b", "c", "d", "e"]).stop_strings == ("a", "b", "c", "d", "e")
+    assert SamplingParams(stop=(" ", "\n", "z" * 10_000)).stop_strings[2] == "z" * 10_000
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 2  # type: ignore[misc]
