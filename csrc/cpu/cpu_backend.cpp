@@ -1,0 +1,306 @@
+#include "cpu/cpu_backend.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "check.h"
+#include "cpu/cpu_features.h"
+#include "cpu/repack.h"
+
+namespace rvllm {
+namespace {
+
+using Bytes = std::unique_ptr<uint8_t, void (*)(void*)>;
+
+Bytes aligned_bytes(size_t count) {
+  void* p = std::aligned_alloc(64, (count + 63) / 64 * 64);
+  if (!p) throw std::bad_alloc();
+  return Bytes(static_cast<uint8_t*>(p), std::free);
+}
+
+// Matrices of one K that are multiplied together: query, key and value, or gate and up. They may differ in type.
+class CpuWeight final : public Weight {
+ public:
+  struct Part {
+    PackedType type;
+    int64_t rows, first_row, tile_bytes;
+    Bytes data{nullptr, std::free};
+    int tiles() const { return int((rows + kTileCols - 1) / kTileCols); }
+  };
+  std::vector<Part> parts;
+  std::vector<float> bias;
+  bool has_quantized = false;
+};
+
+class CpuVector final : public Weight {
+ public:
+  std::vector<float> values;
+};
+
+// Blocks of one layer and KV head lie together: [layers, KV heads, blocks, (K: [D, block_size], V: [block_size, D])].
+class CpuKVCache final : public KVCache {
+ public:
+  explicit CpuKVCache(const KVCacheSpec& spec, size_t bytes) : spec(spec), bytes_(bytes) {
+    // Pages come to life when they are first written, zeroed: an idle cache costs nothing.
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<uint16_t*>(p);
+  }
+  ~CpuKVCache() override { munmap(data_, bytes_); }
+
+  int64_t matrix() const { return int64_t(spec.head_dim) * spec.block_size; }
+  int64_t block_stride() const { return 2 * matrix(); }
+  uint16_t* head(int layer, int kv_head) const {
+    return data_ + (int64_t(layer) * spec.num_kv_heads + kv_head) * spec.num_blocks * block_stride();
+  }
+
+  const KVCacheSpec spec;
+
+ private:
+  size_t bytes_;
+  uint16_t* data_;
+};
+
+const TypeInfo& checked_type(const HostTensor& t) {
+  const TypeInfo* type = find_type(t.type);
+  check(type != nullptr, t.name, ": ggml type ", t.type, " has no CPU kernel");
+  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
+        " blocks of ", type->block_size);
+  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
+        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
+  return *type;
+}
+
+std::vector<float> to_floats(const HostTensor& t) {
+  const TypeInfo& type = checked_type(t);
+  std::vector<float> values(size_t(t.rows * t.cols));
+  dequantize_row(type, t.data, values.data(), t.rows * t.cols);
+  return values;
+}
+
+}  // namespace
+
+CpuBackend::CpuBackend(int num_threads, const std::string& isa)
+    : kernels_(select_kernels(isa)), pool_(num_threads), attention_scratch_(size_t(num_threads)) {}
+
+MemoryInfo CpuBackend::memory_info() const {
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  MemoryInfo info;
+  info.total_bytes = size_t(sysconf(_SC_PHYS_PAGES)) * page;
+#ifdef _SC_AVPHYS_PAGES
+  info.free_bytes = size_t(sysconf(_SC_AVPHYS_PAGES)) * page;
+#else
+  info.free_bytes = info.total_bytes;
+#endif
+  return info;
+}
+
+std::shared_ptr<float> CpuBackend::alloc(int64_t count) {
+  return {reinterpret_cast<float*>(aligned_bytes(size_t(count) * sizeof(float)).release()), std::free};
+}
+
+void CpuBackend::upload(float* dst, const float* src, int64_t count) {
+  std::memcpy(dst, src, size_t(count) * sizeof(float));
+}
+
+void CpuBackend::download(float* dst, const float* src, int64_t count) {
+  std::memcpy(dst, src, size_t(count) * sizeof(float));
+}
+
+std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& tensors,
+                                                const std::vector<HostTensor>& biases) {
+  auto weight = std::make_unique<CpuWeight>();
+  weight->cols = tensors.front().cols;
+  for (const HostTensor& t : tensors) {
+    const TypeInfo& type = checked_type(t);
+    CpuWeight::Part part;
+    part.type = packed_type(type.type);
+    part.rows = t.rows;
+    part.first_row = weight->rows;
+    part.tile_bytes = packed_tile_bytes(part.type, t.cols);
+    part.data = aligned_bytes(size_t(part.tiles() * part.tile_bytes));
+    pool_.parallel_for(part.tiles(), 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t tile = begin; tile < end; ++tile)
+        repack_tile(type, t.data, t.rows, t.cols, tile, part.data.get() + tile * part.tile_bytes);
+    });
+    weight->rows += t.rows;
+    weight->has_quantized |= type.decode != nullptr;
+    weight->parts.push_back(std::move(part));
+  }
+  for (const HostTensor& t : biases) {
+    const std::vector<float> values = to_floats(t);
+    weight->bias.insert(weight->bias.end(), values.begin(), values.end());
+  }
+  return weight;
+}
+
+std::unique_ptr<Weight> CpuBackend::load_vector(const HostTensor& tensor) {
+  auto weight = std::make_unique<CpuVector>();
+  weight->rows = 1;
+  weight->cols = tensor.cols;
+  weight->values = to_floats(tensor);
+  return weight;
+}
+
+size_t CpuBackend::kv_cache_bytes(const KVCacheSpec& s) const {
+  return size_t(2) * sizeof(uint16_t) * size_t(s.num_layers) * size_t(s.num_blocks) * size_t(s.block_size) *
+         size_t(s.num_kv_heads) * size_t(s.head_dim);
+}
+
+std::unique_ptr<KVCache> CpuBackend::alloc_kv_cache(const KVCacheSpec& spec) {
+  return std::make_unique<CpuKVCache>(spec, kv_cache_bytes(spec));
+}
+
+template <class Body>
+void CpuBackend::for_rows(int64_t rows, const Body& body) {
+  const int64_t grain = std::max<int64_t>(1, rows / (4 * pool_.size()));
+  pool_.parallel_for(rows, grain, [&](int64_t begin, int64_t end, int thread) {
+    for (int64_t row = begin; row < end; ++row) body(row, thread);
+  });
+}
+
+void CpuBackend::begin_step(const Batch& batch) { batch_ = &batch; }
+
+void CpuBackend::embedding(Tensor out, const Weight& table, float scale) {
+  const auto& part = static_cast<const CpuWeight&>(table).parts.front();
+  for_rows(out.rows, [&](int64_t t, int) {
+    const int32_t id = batch_->input_ids[t];
+    unpack_row(part.type, part.data.get() + id / kTileCols * part.tile_bytes, id % kTileCols, out.cols, out.row(t));
+    if (scale != 1.0f) kernels_.scale(out.row(t), scale, int(out.cols));
+  });
+}
+
+void CpuBackend::rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) {
+  const auto& values = static_cast<const CpuVector&>(weight).values;
+  const int n = int(values.size());
+  for_rows(x.rows, [&](int64_t t, int) {
+    for (int64_t c = 0; c < x.cols; c += n) kernels_.rms_norm(x.row(t) + c, values.data(), eps, n, out.row(t) + c);
+  });
+}
+
+QuantizedRows CpuBackend::quantize(Tensor x) {
+  const size_t blocks = size_t(x.rows * x.cols / kBlock);
+  if (sum_.size() < blocks) {
+    q_.resize(blocks * kBlock);
+    scale_.resize(blocks);
+    scaled_sum_.resize(blocks);
+    sum_.resize(blocks);
+    half_sum_.resize(2 * blocks);
+  }
+  const QuantizedRows rows{q_.data(), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data()};
+  const int64_t grain = std::max<int64_t>(1, x.rows / (4 * pool_.size()));
+  pool_.parallel_for(x.rows, grain, [&](int64_t begin, int64_t end, int) {
+    kernels_.quantize_rows(x.data, x.stride, int(x.cols), rows, int(begin), int(end));
+  });
+  return rows;
+}
+
+void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
+  const auto& w = static_cast<const CpuWeight&>(weight);
+  LinearArgs args{};
+  args.k = int(x.cols);
+  args.rows = int(x.rows);
+  args.x = x.data;
+  args.x_stride = x.stride;
+  args.out_stride = out.stride;
+  if (w.has_quantized) args.xq = quantize(x);
+  for (const CpuWeight::Part& part : w.parts) {
+    args.weight = part.data.get();
+    args.tile_bytes = part.tile_bytes;
+    args.n = int(part.rows);
+    args.bias = w.bias.empty() ? nullptr : w.bias.data() + part.first_row;
+    args.out = out.data + part.first_row;
+    const int64_t grain = std::clamp<int64_t>(part.tiles() / (4 * pool_.size()), 1, 64);
+    pool_.parallel_for(part.tiles(), grain, [&](int64_t begin, int64_t end, int) {
+      kernels_.linear[int(part.type)](args, int(begin), int(end));
+    });
+  }
+}
+
+void CpuBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
+  for_rows(x.rows, [&](int64_t t, int) {
+    kernels_.rope(x.row(t), int(x.cols) / head_dim, head_dim, int(cos_sin.cols), interleaved, cos_sin.row(t));
+  });
+}
+
+void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
+  const auto& kv = static_cast<const CpuKVCache&>(cache);
+  const int d = kv.spec.head_dim, block_size = kv.spec.block_size;
+  for_rows(k.rows, [&](int64_t t, int) {
+    const int slot = batch_->slot_mapping[t];
+    for (int h = 0; h < kv.spec.num_kv_heads; ++h) {
+      uint16_t* block = kv.head(layer, h) + slot / block_size * kv.block_stride();
+      kernels_.store_kv(k.row(t) + h * d, v.row(t) + h * d, d, block_size, slot % block_size, block,
+                        block + kv.matrix());
+    }
+  });
+}
+
+void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
+                                 const AttentionParams& params) {
+  const auto& kv = static_cast<const CpuKVCache&>(cache);
+  const int d = params.head_dim;
+  const int group = params.num_heads / params.num_kv_heads;  // query heads of one KV head
+  const int heads = std::min(group, kMaxQueryRows);
+  const int tokens = kMaxQueryRows / heads;
+  attention_tasks_.clear();
+  for (int b = 0; b < batch_->num_requests; ++b)
+    for (int t = batch_->query_start_loc[b]; t < batch_->query_start_loc[b + 1]; t += tokens)
+      for (int h = 0; h < params.num_kv_heads; ++h)
+        attention_tasks_.push_back({b, h, t, std::min(tokens, batch_->query_start_loc[b + 1] - t)});
+
+  pool_.parallel_for(int64_t(attention_tasks_.size()), 1, [&](int64_t begin, int64_t end, int thread) {
+    std::vector<float>& scratch = attention_scratch_[size_t(thread)];
+    if (scratch.size() < size_t(attention_scratch(d))) scratch.resize(size_t(attention_scratch(d)));
+    for (int64_t i = begin; i < end; ++i) {
+      const AttentionTask& task = attention_tasks_[size_t(i)];
+      AttentionArgs args;
+      args.head_dim = d;
+      args.block_size = kv.spec.block_size;
+      args.block_table = batch_->block_tables + int64_t(task.request) * batch_->max_blocks;
+      args.k_cache = kv.head(layer, task.kv_head);
+      args.v_cache = args.k_cache + kv.matrix();
+      args.block_stride = kv.block_stride();
+      args.scale = params.scale;
+      args.soft_cap = params.soft_cap;
+      args.scratch = scratch.data();
+      for (int h0 = 0; h0 < group; h0 += heads) {
+        args.rows = 0;
+        for (int t = task.first_token; t < task.first_token + task.num_tokens; ++t)
+          for (int h = h0; h < std::min(h0 + heads, group); ++h) {
+            const int64_t column = int64_t(task.kv_head * group + h) * d;
+            const int position = batch_->positions[t];
+            args.q[args.rows] = q.row(t) + column;
+            args.out[args.rows] = out.row(t) + column;
+            args.first[args.rows] = params.window > 0 ? std::max(0, position + 1 - params.window) : 0;
+            args.last[args.rows] = position + 1;
+            ++args.rows;
+          }
+        kernels_.attention(args);
+      }
+    }
+  });
+}
+
+void CpuBackend::gated_activation(Tensor out, Tensor gate_up, Gate gate) {
+  const auto act = gate == Gate::kSilu ? Activation::kSilu : Activation::kGelu;
+  for_rows(out.rows, [&](int64_t t, int) {
+    kernels_.gated_activation(gate_up.row(t), gate_up.row(t) + out.cols, act, int(out.cols), out.row(t));
+  });
+}
+
+void CpuBackend::add(Tensor x, Tensor y) {
+  for_rows(x.rows, [&](int64_t t, int) { kernels_.add(x.row(t), y.row(t), int(x.cols)); });
+}
+
+void CpuBackend::gather_rows(Tensor out, Tensor x) {
+  for (int64_t i = 0; i < out.rows; ++i)
+    std::memcpy(out.row(i), x.row(batch_->logits_indices[i]), size_t(x.cols) * sizeof(float));
+}
+
+}  // namespace rvllm

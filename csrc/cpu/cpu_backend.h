@@ -1,0 +1,68 @@
+// The processor as a device: packed weights, a kernel table for its instruction set, and a pool of threads.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+#include "cpu/kernels.h"
+#include "thread_pool.h"
+
+namespace rvllm {
+
+class CpuBackend final : public Backend {
+ public:
+  // isa: a table's name, or empty for RVLLM_ISA or else the best. Throws invalid_argument when it is not available.
+  CpuBackend(int num_threads, const std::string& isa);
+
+  std::string name() const override { return "cpu"; }
+  const char* isa() const { return kernels_.name; }
+  ThreadPool& pool() override { return pool_; }
+  MemoryInfo memory_info() const override;
+
+  std::shared_ptr<float> alloc(int64_t count) override;
+  void upload(float* dst, const float* src, int64_t count) override;
+  void download(float* dst, const float* src, int64_t count) override;
+  void synchronize() override {}
+
+  std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
+                                      const std::vector<HostTensor>& biases) override;
+  std::unique_ptr<Weight> load_vector(const HostTensor& tensor) override;
+  std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) override;
+  size_t kv_cache_bytes(const KVCacheSpec& spec) const override;
+
+  void begin_step(const Batch& batch) override;
+  void end_step() override {}
+
+  void embedding(Tensor out, const Weight& table, float scale) override;
+  void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) override;
+  void linear(Tensor out, Tensor x, const Weight& weight) override;
+  void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
+  void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
+  void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
+  void gated_activation(Tensor out, Tensor gate_up, Gate gate) override;
+  void add(Tensor x, Tensor y) override;
+  void gather_rows(Tensor out, Tensor x) override;
+
+ private:
+  // Some query rows of one request and KV head.
+  struct AttentionTask { int request, kv_head, first_token, num_tokens; };
+
+  // Calls body(row, thread) for each row, several rows a time.
+  template <class Body>
+  void for_rows(int64_t rows, const Body& body);
+  QuantizedRows quantize(Tensor x);
+
+  const Kernels& kernels_;
+  ThreadPool pool_;
+  const Batch* batch_ = nullptr;
+  std::vector<AttentionTask> attention_tasks_;
+  // Quantized activations of the linear under way, kept from one to the next.
+  std::vector<int8_t> q_;
+  std::vector<float> scale_, scaled_sum_;
+  std::vector<int32_t> sum_, half_sum_;
+  std::vector<std::vector<float>> attention_scratch_;  // one a thread
+};
+
+}  // namespace rvllm

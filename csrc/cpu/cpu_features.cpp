@@ -1,0 +1,39 @@
+#include "cpu/cpu_features.h"
+
+#include <cstdlib>
+
+#include "check.h"
+
+namespace rvllm {
+namespace {
+
+constexpr const char* kKnownIsas[] = {"scalar", "avx2", "avx512_vnni", "amx", "neon"};
+
+}  // namespace
+
+std::vector<const Kernels*> available_kernels() {
+  std::vector<const Kernels*> tables{&kernels_scalar()};
+#if defined(__x86_64__)
+  // The builtin asks the operating system's saved state (XCR0) as well as CPUID.
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    tables.push_back(&kernels_avx2());
+#endif
+  return tables;
+}
+
+const Kernels& select_kernels(const std::string& isa) {
+  const auto tables = available_kernels();
+  std::string name = isa;
+  if (name.empty())
+    if (const char* forced = std::getenv("RVLLM_ISA")) name = forced;
+  if (name.empty()) return *tables.back();
+  std::string names;
+  for (const Kernels* table : tables) {
+    if (name == table->name) return *table;
+    names += (names.empty() ? "" : ", ") + std::string(table->name);
+  }
+  for (const char* known : kKnownIsas) check(name != known, "isa '", name, "' is not available here; available: ", names);
+  fail("isa '", name, "' is unknown; available here: ", names);
+}
+
+}  // namespace rvllm

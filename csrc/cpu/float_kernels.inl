@@ -1,0 +1,250 @@
+// Everything but the matrix products, written once over Vec. Included inside an anonymous namespace.
+// Sums run over 16 lanes, element i in lane i % 16, and the lanes are added as a tree: the same bits on every ISA.
+
+inline Vec load_partial(const float* p, int n, float fill) {
+  float lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = i < n ? p[i] : fill;
+  return load(lanes);
+}
+
+inline void store_partial(float* p, Vec a, int n) {
+  float lanes[16];
+  store(lanes, a);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+// exp within 1.2e-7 relative; exactly 0 below -87, where float32 nears its subnormals.
+inline Vec exp(Vec x) {
+  const Vec lowest = set1(-87.0f);
+  const Vec clamped = min(max(x, lowest), set1(88.0f));
+  const Vec n = round(mul(clamped, set1(1.44269504088896341f)));
+  Vec r = fma(n, set1(-0.693359375f), clamped);
+  r = fma(n, set1(2.12194440e-4f), r);
+  Vec p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, mul(r, r), add(r, set1(1.0f)));
+  return select_ge(x, lowest, mul(p, pow2(n)), set1(0.0f));
+}
+
+inline float exp(float x) {
+  float lanes[16];
+  store(lanes, exp(set1(x)));
+  return lanes[0];
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int n, float* out) {
+  Vec squares = set1(0.0f);
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const Vec v = load(x + i);
+    squares = fma(v, v, squares);
+  }
+  if (i < n) {
+    const Vec v = load_partial(x + i, n - i, 0.0f);
+    squares = fma(v, v, squares);
+  }
+  const float factor = 1.0f / __builtin_sqrtf(reduce_add(squares) / float(n) + eps);
+  for (int j = 0; j < n; ++j) out[j] = x[j] * factor * weight[j];
+}
+
+void rope(float* x, int heads, int head_dim, int dim, bool interleaved, const float* cos_sin) {
+  const int half = dim / 2;
+  const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
+  for (int h = 0; h < heads; ++h, x += head_dim)
+    for (int i = 0; i < half; ++i) {
+      const float c = cos_sin[i], s = cos_sin[half + i];
+      float& a = x[step * i];
+      float& b = x[step * i + other];
+      const float rotated = a * c - b * s;
+      b = a * s + b * c;
+      a = rotated;
+    }
+}
+
+inline Vec gate(Vec x, Activation act) {
+  // Both are x times a logistic function: silu of x, gelu's tanh form of 2 sqrt(2 / pi) (x + 0.044715 x^3).
+  Vec z = x;
+  if (act == Activation::kGelu)
+    z = mul(set1(1.5957691216057308f), fma(mul(mul(x, x), x), set1(0.044715f), x));
+  return div(x, add(set1(1.0f), exp(sub(set1(0.0f), z))));
+}
+
+void gated_activation(const float* g, const float* up, Activation act, int n, float* out) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) store(out + i, mul(gate(load(g + i), act), load(up + i)));
+  if (i < n)
+    store_partial(out + i, mul(gate(load_partial(g + i, n - i, 0.0f), act), load_partial(up + i, n - i, 0.0f)), n - i);
+}
+
+void add_to(float* x, const float* y, int n) {
+  for (int i = 0; i < n; ++i) x[i] += y[i];
+}
+
+void scale_by(float* x, float factor, int n) {
+  for (int i = 0; i < n; ++i) x[i] *= factor;
+}
+
+void store_kv(const float* k, const float* v, int head_dim, int block_size, int slot, uint16_t* k_block,
+              uint16_t* v_block) {
+  const Vec largest = set1(65504.0f), smallest = set1(-65504.0f);
+  for (int d = 0; d < head_dim; d += 16) {
+    const int n = head_dim - d < 16 ? head_dim - d : 16;
+    uint16_t halves[32];
+    store_f16(halves, min(max(load_partial(k + d, n, 0.0f), smallest), largest));
+    store_f16(halves + 16, min(max(load_partial(v + d, n, 0.0f), smallest), largest));
+    for (int i = 0; i < n; ++i) {
+      k_block[int64_t(d + i) * block_size + slot] = halves[i];
+      v_block[int64_t(slot) * head_dim + d + i] = halves[16 + i];
+    }
+  }
+}
+
+// scores[r][p - begin] = q[r] . K[p] * scale for the positions [from, to) of a partition; from is a multiple of 16.
+template <int R>
+void score_rows(const AttentionArgs& args, int row, int begin, int from, int to, float (*scores)[kPartition]) {
+  const bool whole = args.block_size % 16 == 0;
+  for (int p = from; p < to; p += 16) {
+    Vec sum[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[r] = set1(0.0f);
+    const uint16_t* keys = args.k_cache + args.block_table[p / args.block_size] * args.block_stride + p % args.block_size;
+    for (int d = 0; d < args.head_dim; ++d) {
+      Vec k;
+      if (whole) {
+        k = load_f16(keys + int64_t(d) * args.block_size);
+      } else {  // 16 positions that lie in more than one block
+        uint16_t lanes[16] = {};
+        for (int i = 0; i < 16 && p + i < to; ++i)
+          lanes[i] = args.k_cache[args.block_table[(p + i) / args.block_size] * args.block_stride +
+                                  int64_t(d) * args.block_size + (p + i) % args.block_size];
+        k = load_f16(lanes);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) sum[r] = fma(set1(args.q[row + r][d]), k, sum[r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      Vec s = mul(sum[r], set1(args.scale));
+      if (args.soft_cap > 0.0f) {  // cap * tanh(s / cap)
+        const Vec e = exp(mul(s, set1(2.0f / args.soft_cap)));
+        s = mul(set1(args.soft_cap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
+      }
+      store(scores[row + r] + p - begin, s);
+    }
+  }
+}
+
+// A row's running softmax over the partitions seen so far, and the factors that merge the next one in.
+struct RowState {
+  float largest, total;
+  float keep, take;  // the running output times keep, plus the partition's times take
+  bool visible;      // some position of this partition is
+};
+
+// Turns a partition's scores into weights exp(s - max) and updates the row's state. Positions out of sight weigh 0.
+inline void soften(const AttentionArgs& args, int r, int begin, int from, int to, float* scores, RowState& state) {
+  const int first = args.first[r] > from ? args.first[r] : from;
+  const int last = args.last[r] < to ? args.last[r] : to;
+  state.visible = first < last;
+  const int padded = (to + 15) / 16 * 16;
+  const float hidden = -__builtin_inff();
+  for (int p = from; p < (state.visible ? first : padded); ++p) scores[p - begin] = hidden;
+  if (!state.visible) {
+    for (int p = from; p < padded; ++p) scores[p - begin] = 0.0f;
+    return;
+  }
+  for (int p = last; p < padded; ++p) scores[p - begin] = hidden;
+  Vec m = set1(hidden);
+  for (int p = from; p < padded; p += 16) m = max(load(scores + p - begin), m);
+  const float largest = reduce_max(m);
+  Vec sum = set1(0.0f);
+  for (int p = from; p < padded; p += 16) {
+    const Vec e = exp(sub(load(scores + p - begin), set1(largest)));
+    store(scores + p - begin, e);
+    sum = add(sum, e);
+  }
+  const float total = reduce_add(sum);
+  if (state.total == 0.0f) {
+    state.keep = 0.0f;
+    state.take = 1.0f;
+    state.largest = largest;
+  } else {
+    const float both = state.largest > largest ? state.largest : largest;
+    state.keep = exp(state.largest - both);
+    state.take = exp(largest - both);
+    state.largest = both;
+  }
+  state.total = __builtin_fmaf(total, state.take, state.total * state.keep);
+}
+
+// outputs[r][d..] merges in sum over p of weight[r][p] * V[p][d..], positions in ascending order, for R rows.
+template <int R>
+void weigh_values(const AttentionArgs& args, int row, int begin, int from, int to, const float (*weights)[kPartition],
+                  const RowState* states, float* outputs, int padded_dim) {
+  for (int d = 0; d < args.head_dim; d += 16) {
+    const bool whole = d + 16 <= args.head_dim;
+    Vec sum[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[r] = set1(0.0f);
+    for (int p = from; p < to;) {
+      const int offset = p % args.block_size;
+      const int run = args.block_size - offset < to - p ? args.block_size - offset : to - p;
+      const uint16_t* values = args.v_cache + args.block_table[p / args.block_size] * args.block_stride +
+                               int64_t(offset) * args.head_dim + d;
+      for (int i = 0; i < run; ++i, values += args.head_dim) {
+        Vec v;
+        if (whole) {
+          v = load_f16(values);
+        } else {
+          uint16_t lanes[16] = {};
+          for (int j = 0; d + j < args.head_dim; ++j) lanes[j] = values[j];
+          v = load_f16(lanes);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sum[r] = fma(set1(weights[row + r][p + i - begin]), v, sum[r]);
+      }
+      p += run;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const RowState& state = states[row + r];
+      if (!state.visible) continue;
+      float* out = outputs + int64_t(row + r) * padded_dim + d;
+      store(out, fma(sum[r], set1(state.take), mul(load(out), set1(state.keep))));
+    }
+  }
+}
+
+void attention(const AttentionArgs& args) {
+  const int padded_dim = (args.head_dim + 15) / 16 * 16;
+  auto* scores = reinterpret_cast<float(*)[kPartition]>(args.scratch);
+  float* outputs = args.scratch + int64_t(kMaxQueryRows) * kPartition;
+  RowState states[kMaxQueryRows];
+  int first = args.first[0], last = args.last[0];
+  for (int r = 0; r < args.rows; ++r) {
+    states[r] = RowState{};
+    if (args.first[r] < first) first = args.first[r];
+    if (args.last[r] > last) last = args.last[r];
+  }
+  for (int64_t i = 0; i < int64_t(args.rows) * padded_dim; ++i) outputs[i] = 0.0f;
+
+  for (int begin = first / kPartition * kPartition; begin < last; begin += kPartition) {
+    const int from = first > begin ? first / 16 * 16 : begin;
+    const int to = last < begin + kPartition ? last : begin + kPartition;
+    int r = 0;
+    for (; r + 4 <= args.rows; r += 4) score_rows<4>(args, r, begin, from, to, scores);
+    for (; r < args.rows; ++r) score_rows<1>(args, r, begin, from, to, scores);
+    for (r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], states[r]);
+    for (r = 0; r + 4 <= args.rows; r += 4)
+      weigh_values<4>(args, r, begin, from, to, scores, states, outputs, padded_dim);
+    for (; r < args.rows; ++r) weigh_values<1>(args, r, begin, from, to, scores, states, outputs, padded_dim);
+  }
+  for (int r = 0; r < args.rows; ++r) {
+    const float inverse = 1.0f / states[r].total;
+    for (int d = 0; d < args.head_dim; ++d) args.out[r][d] = outputs[int64_t(r) * padded_dim + d] * inverse;
+  }
+}

@@ -1,0 +1,17 @@
+// Plain loops: the specification of every other table.
+#include "cpu/kernels.h"
+
+namespace rvllm {
+namespace {
+#include "cpu/isa/vec_scalar.h"
+#include "cpu/float_kernels.inl"
+#include "cpu/linear_kernels.inl"
+#include "cpu/kernel_table.inl"
+}  // namespace
+
+const Kernels& kernels_scalar() {
+  static constexpr Kernels table = make_table("scalar");
+  return table;
+}
+
+}  // namespace rvllm

@@ -1,0 +1,133 @@
+// 16 lanes as two 256-bit registers. Included inside an anonymous namespace; contracts are in vec_scalar.h.
+
+struct Vec { __m256 lo, hi; };
+struct IVec { __m256i lo, hi; };
+
+inline Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+
+inline Vec abs(Vec a) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+
+inline Vec round(Vec a) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
+}
+
+inline Vec select_ge(Vec a, Vec b, Vec yes, Vec no) {
+  return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)),
+          _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ))};
+}
+
+inline __m256 pow2(__m256 n) {
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+
+inline Vec pow2(Vec n) { return {pow2(n.lo), pow2(n.hi)}; }
+
+inline Vec load_f16(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+
+inline __m256 load_bf16_8(const uint16_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+
+inline Vec load_bf16(const uint16_t* p) { return {load_bf16_8(p), load_bf16_8(p + 8)}; }
+
+inline void store(float* p, Vec a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+
+inline void store_f16(uint16_t* p, Vec a) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline void store_i8(int8_t* p, Vec a) {
+  const __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  const __m256i ordered = _mm256_permute4x64_epi64(words, 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1));
+  _mm_storeu_si128((__m128i*)p, bytes);
+}
+
+inline float reduce_add(Vec a) {
+  const __m256 eight = _mm256_add_ps(a.lo, a.hi);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline float reduce_max(Vec a) {
+  const __m256 eight = _mm256_max_ps(a.lo, a.hi);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+inline IVec iset1(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
+inline IVec iload(const int32_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+inline IVec iadd(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline IVec isub(IVec a, IVec b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
+inline IVec imul(IVec a, IVec b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+inline Vec to_float(IVec a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+
+inline __m256i broadcast4(const int8_t* a) {
+  int32_t four;
+  __builtin_memcpy(&four, a, 4);
+  return _mm256_set1_epi32(four);
+}
+
+// Unsigned codes times signed activations: maddubs adds pairs in 16 bits, which hold the sums of `kWiden` groups
+// (2 x 127 x largest code each) before they must be widened to 32.
+template <int Bits, int Groups, int R>
+inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
+  constexpr int kWiden = Bits <= 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
+  constexpr int kSpan = kWiden < Groups ? kWiden : Groups;
+  const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) out[r] = iset1(0);
+  for (int g0 = 0; g0 < Groups; g0 += kSpan) {
+    __m256i lo[R], hi[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) lo[r] = hi[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int g = g0; g < g0 + kSpan; ++g) {
+      const __m256i wl = _mm256_load_si256((const __m256i*)(codes + 64 * g));
+      const __m256i wh = _mm256_load_si256((const __m256i*)(codes + 64 * g + 32));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast4(a + r * stride + 4 * g);
+        if (Bits == 8) {  // signed: |w| times x with w's sign; 2 x 128 x 127 still fits 16 bits
+          lo[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(wl), _mm256_sign_epi8(x, wl));
+          hi[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(wh), _mm256_sign_epi8(x, wh));
+        } else {
+          lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(wl, x));
+          hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(wh, x));
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      out[r].lo = _mm256_add_epi32(out[r].lo, _mm256_madd_epi16(lo[r], ones));
+      out[r].hi = _mm256_add_epi32(out[r].hi, _mm256_madd_epi16(hi[r], ones));
+    }
+  }
+}

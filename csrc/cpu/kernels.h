@@ -1,0 +1,99 @@
+// The kernel table: one per instruction set, every entry a single-threaded function over a range of rows or tiles.
+//
+// All tables compute the same bits. Integer dot products are exact, float reductions run over 16 fixed lanes, and the
+// order of every float operation is written once (float_kernels.inl, linear_kernels.inl) over a 16-lane vector type.
+// No STL here: the ISA files include it.
+#pragma once
+
+#include <stdint.h>
+
+#include "cpu/packed.h"
+
+namespace rvllm {
+
+// Activations as int8 with one scale for each block of 32 k: x = scale * q. K is a multiple of 32.
+struct QuantizedRows {
+  int8_t* q;            // [T, K]
+  float* scale;         // [T, K / 32]
+  float* scaled_sum;    // [T, K / 32]      scale * sum of q over the block
+  int32_t* sum;         // [T, K / 32]
+  int32_t* half_sum;    // [T, K / 32, 2]   sums over 16
+};
+
+struct LinearArgs {
+  const uint8_t* weight;  // packed tiles
+  int64_t tile_bytes;     // from one tile to the next
+  int k;                  // K, columns of the weight
+  int n;                  // N, its rows; the last tile may hold fewer than 16
+  int rows;               // T
+  const float* x;         // [T, K], row stride x_stride: read by float weights
+  int64_t x_stride;
+  QuantizedRows xq;       // read by quantized weights
+  const float* bias;      // [N] or null
+  float* out;             // [T, N], row stride out_stride
+  int64_t out_stride;
+};
+
+constexpr int kPartition = 256;   // positions of context worked on at a time; partitions are merged in ascending order
+constexpr int kMaxQueryRows = 32; // query rows (tokens x heads of one KV head) worked on together
+
+struct AttentionArgs {
+  const float* q[kMaxQueryRows];    // rows of D floats
+  float* out[kMaxQueryRows];        // rows of D floats
+  int first[kMaxQueryRows];         // visible positions of a row: [first, last)
+  int last[kMaxQueryRows];
+  int rows;
+  int head_dim;
+  int block_size;
+  const int32_t* block_table;
+  const uint16_t* k_cache;          // this layer and KV head: block b at b * block_stride, [D, block_size] f16
+  const uint16_t* v_cache;          // likewise, [block_size, D] f16
+  int64_t block_stride;             // elements
+  float scale;
+  float soft_cap;                   // 0: none
+  float* scratch;                   // attention_scratch(D) floats
+};
+
+constexpr int64_t attention_scratch(int head_dim) {
+  return int64_t(kMaxQueryRows) * (kPartition + 2 * (head_dim + 16));
+}
+
+enum class Activation : uint8_t { kSilu, kGelu };  // kGelu: the tanh form
+
+struct Kernels {
+  const char* name;
+
+  // out[:, tile columns] = x W^T + bias for the tiles [begin, end).
+  void (*linear[kNumPackedTypes])(const LinearArgs& args, int begin, int end);
+
+  // Row t of x ([T, K], stride x_stride) to int8 blocks, for t in [begin, end).
+  void (*quantize_rows)(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end);
+
+  // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] over n elements; out may be x. arXiv:1910.07467
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+
+  // Rotates dim elements of each of `heads` consecutive vectors of head_dim, in place. cos_sin: [dim / 2] cosines, then
+  // as many sines. interleaved: pairs (2i, 2i + 1), else (i, i + dim / 2). arXiv:2104.09864
+  void (*rope)(float* x, int heads, int head_dim, int dim, bool interleaved, const float* cos_sin);
+
+  // out[i] = act(gate[i]) * up[i]. arXiv:2002.05202
+  void (*gated_activation)(const float* gate, const float* up, Activation act, int n, float* out);
+
+  void (*add)(float* x, const float* y, int n);  // x += y
+
+  void (*scale)(float* x, float factor, int n);  // x *= factor
+
+  // Writes one head's K and V (D floats each) at offset `slot` of a block; values beyond f16 saturate.
+  void (*store_kv)(const float* k, const float* v, int head_dim, int block_size, int slot, uint16_t* k_block,
+                   uint16_t* v_block);
+
+  // Softmax(q K^T * scale) V over the visible positions of each row, online over partitions. arXiv:2309.06180, 1805.02867
+  void (*attention)(const AttentionArgs& args);
+};
+
+const Kernels& kernels_scalar();
+#if defined(__x86_64__)
+const Kernels& kernels_avx2();
+#endif
+
+}  // namespace rvllm

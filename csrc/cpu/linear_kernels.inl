@@ -1,0 +1,216 @@
+// Matrix multiplication by packed weights, written once over Vec. Included inside an anonymous namespace.
+//
+// Quantized: for each output, over blocks of 32 k in ascending order, with s the activation scale of the block,
+//   sum = fma(I, D * s, sum), I = dot of codes less zero * sum of q (times sub-scales of 16 k, where there are any)
+//   sum = fma(M, s * J, sum) for formats with minima, J = sum of q (times sub-minima of 16 k)
+// I and J are exact integers. Float weights: sum = fma(w, x, sum) over ascending k.
+
+constexpr int kRowBlock = 64;  // rows whose activations and sums stay in the first-level cache with a chunk of codes
+
+inline void unpack_codes(int bits, const uint8_t* p, uint8_t* out) {
+  if (bits == 8) {
+    __builtin_memcpy(out, p, kTileCodes);
+  } else if (bits >= 4) {
+    for (int i = 0; i < 256; ++i) out[i] = p[i] & 15;
+    for (int i = 0; i < 256; ++i) out[256 + i] = p[i] >> 4;
+    p += 256;
+    if (bits == 5)
+      for (int g = 0; g < kGroups; ++g)
+        for (int i = 0; i < 64; ++i) out[64 * g + i] = uint8_t(out[64 * g + i] | (p[i] >> g & 1) << 4);
+    if (bits == 6)
+      for (int g = 0; g < kGroups; ++g)
+        for (int i = 0; i < 64; ++i)
+          out[64 * g + i] = uint8_t(out[64 * g + i] | (p[64 * (g / 4) + i] >> 2 * (g % 4) & 3) << 4);
+  } else {
+    for (int g = 0; g < kGroups; ++g)
+      for (int i = 0; i < 64; ++i) out[64 * g + i] = p[64 * (g / 4) + i] >> 2 * (g % 4) & 3;
+    p += 128;
+    if (bits == 3)
+      for (int g = 0; g < kGroups; ++g)
+        for (int i = 0; i < 64; ++i) out[64 * g + i] = uint8_t(out[64 * g + i] | (p[i] >> g & 1) << 2);
+  }
+}
+
+// Unpacks `blocks` blocks of one tile from `p`, the start of a chunk: a super-block, or as many blocks as fit.
+template <int Type>
+void unpack(const uint8_t* p, int blocks, UnpackedChunk& u) {
+  constexpr PackedFormat f = kFormats[Type];
+  const uint16_t* header = (const uint16_t*)p;
+  float d[kTileCols], dmin[kTileCols];
+  if (f.is_super()) {
+    store(d, load_f16(header));
+    if (f.has_min()) store(dmin, load_f16(header + kTileCols));
+    p += f.header_bytes();
+  }
+  for (int b = 0; b < blocks; ++b, p += f.block_bytes()) {
+    unpack_codes(f.bits, p, u.codes[b]);
+    const uint8_t* s = p + f.code_bytes();
+    if (!f.is_super()) {
+      store(u.d[b], load_f16((const uint16_t*)s));
+      if (f.has_min()) store(u.m[b], load_f16((const uint16_t*)s + kTileCols));
+      continue;
+    }
+    for (int c = 0; c < kTileCols; ++c) {
+      if (f.scales == Scales::kSuper) {
+        u.d[b][c] = d[c] * float(s[c]);
+        u.m[b][c] = -(dmin[c] * float(s[kTileCols + c]));
+      } else if (f.scales == Scales::kSuper16) {
+        u.d[b][c] = d[c];
+        u.scale[b][0][c] = int8_t(s[c]);
+        u.scale[b][1][c] = int8_t(s[kTileCols + c]);
+      } else {
+        u.d[b][c] = d[c];
+        u.m[b][c] = -dmin[c];
+        for (int half = 0; half < 2; ++half) {
+          u.scale[b][half][c] = s[kTileCols * half + c] & 15;
+          u.min[b][half][c] = s[kTileCols * half + c] >> 4;
+        }
+      }
+    }
+  }
+}
+
+// sums[r] += blocks [first, first + blocks) of row `row` + r, for R rows.
+template <int Type, int R>
+void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, float* sums) {
+  constexpr PackedFormat f = kFormats[Type];
+  const int64_t row_blocks = args.k / 32;
+  const QuantizedRows& x = args.xq;
+  Vec sum[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sum[r] = load(sums + r * kTileCols);
+  for (int b = 0; b < blocks; ++b) {
+    const int8_t* a = x.q + int64_t(row) * args.k + 32 * (first + b);
+    const int64_t at = row * row_blocks + first + b;
+    const Vec d = load(u.d[b]);
+    if constexpr (!f.is_halved()) {
+      IVec dot[R];
+      dot_rows<f.bits, kGroups, R>(u.codes[b], a, args.k, dot);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const int64_t i = at + r * row_blocks;
+        if (f.zero) dot[r] = isub(dot[r], iset1(f.zero * x.sum[i]));
+        sum[r] = fma(to_float(dot[r]), mul(d, set1(x.scale[i])), sum[r]);
+        if (f.has_min()) sum[r] = fma(load(u.m[b]), set1(x.scaled_sum[i]), sum[r]);
+      }
+    } else {
+      IVec low[R], high[R];
+      dot_rows<f.bits, kGroups / 2, R>(u.codes[b], a, args.k, low);
+      dot_rows<f.bits, kGroups / 2, R>(u.codes[b] + kTileCodes / 2, a + 16, args.k, high);
+      const IVec scale0 = iload(u.scale[b][0]), scale1 = iload(u.scale[b][1]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const int64_t i = at + r * row_blocks;
+        const int32_t* half = x.half_sum + 2 * i;
+        if (f.zero) {
+          low[r] = isub(low[r], iset1(f.zero * half[0]));
+          high[r] = isub(high[r], iset1(f.zero * half[1]));
+        }
+        const IVec dot = iadd(imul(scale0, low[r]), imul(scale1, high[r]));
+        sum[r] = fma(to_float(dot), mul(d, set1(x.scale[i])), sum[r]);
+        if (f.has_min()) {
+          const IVec j = iadd(imul(iload(u.min[b][0]), iset1(half[0])), imul(iload(u.min[b][1]), iset1(half[1])));
+          sum[r] = fma(load(u.m[b]), mul(to_float(j), set1(x.scale[i])), sum[r]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) store(sums + r * kTileCols, sum[r]);
+}
+
+// Writes the finished sums of `rows` rows of a tile, with the bias.
+inline void finish_tile(const LinearArgs& args, int tile, int row, int rows, const float* sums) {
+  const int n0 = tile * kTileCols;
+  const int cols = args.n - n0 < kTileCols ? args.n - n0 : kTileCols;
+  for (int r = 0; r < rows; ++r) {
+    float* out = args.out + (row + r) * args.out_stride + n0;
+    for (int c = 0; c < cols; ++c) {
+      const float y = sums[r * kTileCols + c];
+      out[c] = args.bias ? y + args.bias[n0 + c] : y;
+    }
+  }
+}
+
+template <int Type>
+void linear_quantized(const LinearArgs& args, int begin, int end) {
+  constexpr PackedFormat f = kFormats[Type];
+  const int row_blocks = args.k / 32;
+  alignas(64) UnpackedChunk chunk;
+  alignas(64) float sums[kRowBlock * kTileCols];
+  for (int tile = begin; tile < end; ++tile) {
+    for (int row0 = 0; row0 < args.rows; row0 += kRowBlock) {
+      const int rows = args.rows - row0 < kRowBlock ? args.rows - row0 : kRowBlock;
+      for (int i = 0; i < rows * kTileCols; ++i) sums[i] = 0.0f;
+      const uint8_t* p = args.weight + tile * args.tile_bytes;
+      for (int first = 0; first < row_blocks; first += kMaxChunk) {
+        const int blocks = row_blocks - first < kMaxChunk ? row_blocks - first : kMaxChunk;
+        unpack<Type>(p, blocks, chunk);
+        p += f.is_super() ? f.chunk_bytes() : kMaxChunk * f.chunk_bytes();
+        int r = 0;
+        for (; r + 4 <= rows; r += 4) multiply<Type, 4>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
+        for (; r < rows; ++r) multiply<Type, 1>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
+      }
+      finish_tile(args, tile, row0, rows, sums);
+    }
+  }
+}
+
+template <int Type>
+inline Vec load_weights(const uint8_t* p, int k) {
+  if (Type == int(PackedType::F32)) return load((const float*)p + k * kTileCols);
+  if (Type == int(PackedType::F16)) return load_f16((const uint16_t*)p + k * kTileCols);
+  return load_bf16((const uint16_t*)p + k * kTileCols);
+}
+
+template <int Type, int R>
+inline void multiply_float(const LinearArgs& args, const uint8_t* p, int tile, int row) {
+  const float* x = args.x + row * args.x_stride;
+  Vec sum[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sum[r] = set1(0.0f);
+  for (int k = 0; k < args.k; ++k) {
+    const Vec w = load_weights<Type>(p, k);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[r] = fma(w, set1(x[r * args.x_stride + k]), sum[r]);
+  }
+  float sums[R * kTileCols];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) store(sums + r * kTileCols, sum[r]);
+  finish_tile(args, tile, row, R, sums);
+}
+
+template <int Type>
+void linear_float(const LinearArgs& args, int begin, int end) {
+  for (int tile = begin; tile < end; ++tile) {
+    const uint8_t* p = args.weight + tile * args.tile_bytes;
+    int r = 0;
+    for (; r + 4 <= args.rows; r += 4) multiply_float<Type, 4>(args, p, tile, r);
+    for (; r < args.rows; ++r) multiply_float<Type, 1>(args, p, tile, r);
+  }
+}
+
+void quantize_rows(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end) {
+  const int row_blocks = k / 32;
+  for (int t = begin; t < end; ++t) {
+    for (int b = 0; b < row_blocks; ++b) {
+      const float* p = x + t * x_stride + 32 * b;
+      const Vec low = load(p), high = load(p + 16);
+      const float largest = reduce_max(max(abs(low), abs(high)));
+      const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
+      int8_t* q = out.q + int64_t(t) * k + 32 * b;
+      // The bounds only matter for infinities and NaN, which have no integer.
+      store_i8(q, min(max(round(mul(low, set1(inverse))), set1(-127.0f)), set1(127.0f)));
+      store_i8(q + 16, min(max(round(mul(high, set1(inverse))), set1(-127.0f)), set1(127.0f)));
+      int32_t sum[2] = {0, 0};
+      for (int i = 0; i < 16; ++i) sum[0] += q[i];
+      for (int i = 16; i < 32; ++i) sum[1] += q[i];
+      const int64_t at = int64_t(t) * row_blocks + b;
+      out.scale[at] = largest / 127.0f;
+      out.sum[at] = sum[0] + sum[1];
+      out.half_sum[2 * at] = sum[0];
+      out.half_sum[2 * at + 1] = sum[1];
+      out.scaled_sum[at] = out.scale[at] * float(out.sum[at]);
+    }
+  }
+}
