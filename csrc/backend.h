@@ -1,0 +1,103 @@
+// What a device must do for the transformer. One subclass a device; how weights are packed and where keys and values
+// lie is its own business. Letters: T tokens of a step, B requests, H heads, KVH KV heads, D head dim, N out, K in.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensor.h"
+#include "thread_pool.h"
+
+namespace rvllm {
+
+// One step's work, ragged: a decode is a request with one token, a chunk of a prompt one with more. Host memory.
+struct Batch {
+  int num_tokens = 0;                        // T
+  int num_requests = 0;                      // B
+  int max_blocks = 0;
+  int num_logits = 0;                        // B'
+  const int32_t* input_ids = nullptr;        // [T]
+  const int32_t* positions = nullptr;        // [T]
+  const int32_t* slot_mapping = nullptr;     // [T]              block id * block_size + offset: where a token's K, V go
+  const int32_t* query_start_loc = nullptr;  // [B + 1]
+  const int32_t* context_lens = nullptr;     // [B]              tokens to attend to, this step's included
+  const int32_t* block_tables = nullptr;     // [B, max_blocks]
+  const int32_t* logits_indices = nullptr;   // [B']             tokens whose logits are wanted
+};
+
+// A parameter in the backend's own layout: a matrix [N, K], or a vector [1, K].
+class Weight {
+ public:
+  virtual ~Weight() = default;
+  int64_t rows = 0;
+  int64_t cols = 0;
+};
+
+class KVCache {
+ public:
+  virtual ~KVCache() = default;
+};
+
+struct KVCacheSpec {
+  int num_layers = 0;
+  int num_blocks = 0;
+  int block_size = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+};
+
+struct AttentionParams {
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  int window = 0;         // a token sees this many last positions, itself included; 0: all
+  float scale = 0;
+  float soft_cap = 0;     // scores become cap * tanh(score / cap); 0: as they are
+};
+
+enum class Gate { kSilu, kGelu };
+
+struct MemoryInfo {
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual std::string name() const = 0;
+  virtual MemoryInfo memory_info() const = 0;
+  virtual ThreadPool& pool() = 0;  // for work on the host, such as sampling
+
+  virtual std::shared_ptr<float> alloc(int64_t count) = 0;                      // floats, in device memory
+  virtual void upload(float* dst, const float* src, int64_t count) = 0;         // host to device
+  virtual void download(float* dst, const float* src, int64_t count) = 0;       // device to host
+  virtual void synchronize() = 0;
+
+  // Stacks matrices of one K along N; `biases` (none, or one [1, N_i] for each part) are added by linear.
+  // Throws invalid_argument naming the tensor and its type when there is no kernel for it.
+  virtual std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
+                                              const std::vector<HostTensor>& biases) = 0;
+  virtual std::unique_ptr<Weight> load_vector(const HostTensor& tensor) = 0;
+  virtual std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) = 0;
+  virtual size_t kv_cache_bytes(const KVCacheSpec& spec) const = 0;
+
+  virtual void begin_step(const Batch& batch) = 0;  // the batch must outlive end_step
+  virtual void end_step() = 0;
+
+  virtual void embedding(Tensor out, const Weight& table, float scale) = 0;     // out[T, K] = table[input_ids] * scale
+  virtual void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) = 0;  // each K columns of a row alone
+  virtual void linear(Tensor out, Tensor x, const Weight& weight) = 0;          // out[T, N] = x[T, K] W^T + bias
+  virtual void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) = 0;  // x[T, H * D] in place
+  virtual void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) = 0;     // k, v [T, KVH * D] to slot_mapping
+  virtual void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
+                               const AttentionParams& params) = 0;              // out, q [T, H * D]
+  virtual void gated_activation(Tensor out, Tensor gate_up, Gate gate) = 0;     // out[T, I], gate_up[T, 2 I]
+  virtual void add(Tensor x, Tensor y) = 0;                                     // x += y
+  virtual void gather_rows(Tensor out, Tensor x) = 0;                           // out[i] = x[logits_indices[i]]
+};
+
+}  // namespace rvllm

@@ -1,0 +1,203 @@
+// The Python module rvllm._core: the CPU backend, the model, the sampler. Arrays of a step come in as int32, token ids
+// and log-probabilities go out; the GIL is released while the step runs.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "check.h"
+#include "bind_ops.h"
+#include "cpu/cpu_backend.h"
+#include "cpu/cpu_features.h"
+#include "model.h"
+#include "quant.h"
+#include "sampler.h"
+
+namespace py = pybind11;
+
+namespace rvllm {
+namespace {
+
+using IntArray = py::array_t<int32_t, py::array::c_style>;
+
+// A step's arrays, kept alive while native code reads them.
+struct StepArrays {
+  IntArray input_ids, positions, slot_mapping, query_start_loc, context_lens, block_tables, logits_indices;
+
+  Batch batch() const {
+    check(block_tables.ndim() == 2, "[step] block_tables has ", block_tables.ndim(), " dimensions, expected 2");
+    Batch b;
+    b.num_tokens = int(input_ids.size());
+    b.num_requests = int(context_lens.size());
+    b.max_blocks = int(block_tables.shape(1));
+    b.num_logits = int(logits_indices.size());
+    check(b.num_tokens > 0 && b.num_requests > 0, "[step] the batch is empty");
+    check(positions.size() == b.num_tokens && slot_mapping.size() == b.num_tokens &&
+              query_start_loc.size() == b.num_requests + 1 && block_tables.shape(0) == b.num_requests,
+          "[step] the arrays of the batch do not agree in length");
+    b.input_ids = input_ids.data();
+    b.positions = positions.data();
+    b.slot_mapping = slot_mapping.data();
+    b.query_start_loc = query_start_loc.data();
+    b.context_lens = context_lens.data();
+    b.block_tables = block_tables.data();
+    b.logits_indices = logits_indices.data();
+    return b;
+  }
+};
+
+// find(name) gives (type id, rows, cols, buffer) or None.
+TensorSource tensor_source(const py::function& find, const py::function& done) {
+  return {[find](const std::string& name) -> std::optional<HostTensor> {
+            const py::object found = find(name);
+            if (found.is_none()) return std::nullopt;
+            const auto [type, rows, cols, data] = found.cast<std::tuple<uint32_t, int64_t, int64_t, py::buffer>>();
+            const py::buffer_info info = data.request();
+            return HostTensor{name, type, rows, cols, static_cast<const uint8_t*>(info.ptr),
+                              size_t(info.size * info.itemsize)};
+          },
+          [done](const std::string& name) { done(name); }};
+}
+
+ModelConfig model_config(const py::dict& d) {
+  ModelConfig c;
+  c.num_layers = d["num_layers"].cast<int>();
+  c.hidden_size = d["hidden_size"].cast<int>();
+  c.num_heads = d["num_heads"].cast<int>();
+  c.num_kv_heads = d["num_kv_heads"].cast<int>();
+  c.head_dim = d["head_dim"].cast<int>();
+  c.intermediate_size = d["intermediate_size"].cast<int>();
+  c.vocab_size = d["vocab_size"].cast<int>();
+  c.rms_norm_eps = d["rms_norm_eps"].cast<double>();
+  c.embedding_scale = d["embedding_scale"].cast<double>();
+  c.attention_scale = d["attention_scale"].cast<double>();
+  c.attention_soft_cap = d["attention_soft_cap"].cast<double>();
+  c.rope_interleaved = d["rope_interleaved"].cast<bool>();
+  c.qk_norm = d["qk_norm"].cast<bool>();
+  c.post_norms = d["post_norms"].cast<bool>();
+  c.gelu = d["gelu"].cast<bool>();
+  c.inv_freq = d["inv_freq"].cast<std::vector<std::vector<double>>>();
+  for (const auto& [rope, window] : d["layers"].cast<std::vector<std::pair<int, int>>>()) c.layers.push_back({rope, window});
+  return c;
+}
+
+// Runs the step and samples row i of its logits with samplers[i]:
+// (token id, None or [(token id, logprob, rank), ...]) for each, the sampled token's entry first.
+py::list step(Model& model, const StepArrays& arrays, const std::vector<Sampler*>& samplers) {
+  const Batch batch = arrays.batch();
+  check(int(samplers.size()) == batch.num_logits, "[step] ", samplers.size(), " samplers for ", batch.num_logits,
+        " rows of logits");
+  std::vector<Sample> samples(samplers.size());
+  {
+    py::gil_scoped_release release;
+    Backend& backend = model.backend();
+    const Tensor logits = model.forward(batch);
+    std::vector<float> host(size_t(logits.rows * logits.cols));
+    backend.download(host.data(), logits.data, logits.rows * logits.cols);
+    std::vector<std::string> errors(samplers.size());
+    backend.pool().parallel_for(batch.num_logits, 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) try {
+          samples[size_t(i)] = samplers[size_t(i)]->sample(host.data() + i * logits.cols);
+        } catch (const std::exception& e) {
+          errors[size_t(i)] = e.what();
+        }
+    });
+    for (const std::string& error : errors)
+      if (!error.empty()) throw std::runtime_error(error);
+  }
+  py::list out;
+  for (const Sample& sample : samples) {
+    py::object logprobs = py::none();
+    if (!sample.logprobs.empty()) {
+      py::list entries;
+      for (const Logprob& l : sample.logprobs) entries.append(py::make_tuple(l.token_id, l.logprob, l.rank));
+      logprobs = std::move(entries);
+    }
+    out.append(py::make_tuple(sample.token_id, logprobs));
+  }
+  return out;
+}
+
+py::array_t<float> logits(Model& model, const StepArrays& arrays) {
+  const Batch batch = arrays.batch();
+  py::array_t<float> out({py::ssize_t(batch.num_logits), py::ssize_t(model.config().vocab_size)});
+  float* data = out.mutable_data();
+  py::gil_scoped_release release;
+  const Tensor result = model.forward(batch);
+  model.backend().download(data, result.data, result.rows * result.cols);
+  return out;
+}
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> names;
+  for (const Kernels* table : available_kernels()) names.emplace_back(table->name);
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "Native core of rvllm";
+
+  m.def("available_isas", &available_isas, "Names of the kernel tables this machine can run, slowest first.");
+  m.def("detect_isa", [] { return std::string(select_kernels("").name); },
+        "Name of the kernel table in use: RVLLM_ISA, or the best. Raises ValueError when it is not available.");
+  m.def("supports_type", [](uint32_t type) { return find_type(type) != nullptr; }, py::arg("ggml_type"));
+
+  py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend")
+      .def_property_readonly("name", &Backend::name)
+      .def_property_readonly("num_threads", [](Backend& b) { return b.pool().size(); });
+  py::class_<CpuBackend, Backend, std::shared_ptr<CpuBackend>>(m, "CpuBackend")
+      .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("isa") = "")
+      .def_property_readonly("isa", [](const CpuBackend& b) { return std::string(b.isa()); });
+
+  py::class_<Sampler>(m, "Sampler")
+      .def(py::init([](int vocab_size, double temperature, double top_p, int top_k, double min_p,
+                       double repetition_penalty, double presence_penalty, double frequency_penalty, uint64_t seed,
+                       uint32_t index, int min_tokens, int num_logprobs, std::vector<int32_t> prompt_token_ids,
+                       std::vector<int32_t> stop_token_ids, std::vector<std::pair<int32_t, float>> logit_bias) {
+             auto in_vocabulary = [&](int32_t id) {
+               check(id >= 0 && id < vocab_size, "[sampler] token id ", id, " is outside the vocabulary of ", vocab_size);
+             };
+             for (int32_t id : prompt_token_ids) in_vocabulary(id);
+             for (int32_t id : stop_token_ids) in_vocabulary(id);
+             for (const auto& [id, bias] : logit_bias) in_vocabulary(id);
+             return Sampler({vocab_size, temperature, top_p, top_k, min_p, repetition_penalty, presence_penalty,
+                             frequency_penalty, seed, index, min_tokens, num_logprobs, std::move(prompt_token_ids),
+                             std::move(stop_token_ids), std::move(logit_bias)});
+           }),
+           py::kw_only(), py::arg("vocab_size"), py::arg("temperature") = 1.0, py::arg("top_p") = 1.0,
+           py::arg("top_k") = 0, py::arg("min_p") = 0.0, py::arg("repetition_penalty") = 1.0,
+           py::arg("presence_penalty") = 0.0, py::arg("frequency_penalty") = 0.0, py::arg("seed") = 0,
+           py::arg("index") = 0, py::arg("min_tokens") = 0, py::arg("num_logprobs") = -1,
+           py::arg("prompt_token_ids") = std::vector<int32_t>(), py::arg("stop_token_ids") = std::vector<int32_t>(),
+           py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>())
+      .def("sample",
+           [](Sampler& self, py::array_t<float, py::array::c_style | py::array::forcecast> logits) {
+             std::vector<float> row(logits.data(), logits.data() + logits.size());
+             const Sample s = self.sample(row.data());
+             std::vector<std::tuple<int32_t, float, int32_t>> entries;
+             for (const Logprob& l : s.logprobs) entries.emplace_back(l.token_id, l.logprob, l.rank);
+             return std::make_pair(s.token_id, entries);
+           },
+           py::arg("logits"), "Samples from float32 [vocab_size]: (token id, [(token id, logprob, rank), ...]).");
+
+  py::class_<StepArrays>(m, "StepArrays", "The int32 arrays of one step; shapes are those of Batch in backend.h.")
+      .def(py::init<IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray>(), py::arg("input_ids"),
+           py::arg("positions"), py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"),
+           py::arg("block_tables"), py::arg("logits_indices"));
+
+  py::class_<Model>(m, "Model")
+      .def(py::init([](std::shared_ptr<Backend> backend, const py::dict& config, const py::function& find,
+                       const py::function& done) {
+             return std::make_unique<Model>(std::move(backend), model_config(config), tensor_source(find, done));
+           }),
+           py::arg("backend"), py::arg("config"), py::arg("find"), py::arg("done"))
+      .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"))
+      .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"))
+      .def("step", &step, py::arg("arrays"), py::arg("samplers"))
+      .def("logits", &logits, py::arg("arrays"), "Logits of logits_indices as float32 [B', vocab_size].");
+
+  bind_ops(m);
+}
+
+}  // namespace rvllm

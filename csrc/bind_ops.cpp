@@ -1,0 +1,162 @@
+#include "bind_ops.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include "backend.h"
+#include "check.h"
+#include "quant.h"
+
+namespace py = pybind11;
+
+namespace rvllm {
+namespace {
+
+using FloatArray = py::array_t<float, py::array::c_style | py::array::forcecast>;
+using IntArray = py::array_t<int32_t, py::array::c_style | py::array::forcecast>;
+
+// A matrix in device memory with the contents of a NumPy array, or of a given shape.
+class DeviceMatrix {
+ public:
+  DeviceMatrix(Backend& backend, int64_t rows, int64_t cols)
+      : backend_(backend), data_(backend.alloc(rows * cols)), tensor(data_.get(), rows, cols) {}
+  DeviceMatrix(Backend& backend, const FloatArray& a)
+      : DeviceMatrix(backend, a.ndim() == 1 ? 1 : a.shape(0), a.ndim() == 1 ? a.shape(0) : a.shape(1)) {
+    backend.upload(tensor.data, a.data(), a.size());
+  }
+  py::array_t<float> numpy() const {
+    py::array_t<float> out({tensor.rows, tensor.cols});
+    backend_.download(out.mutable_data(), tensor.data, tensor.rows * tensor.cols);
+    return out;
+  }
+
+ private:
+  Backend& backend_;
+  std::shared_ptr<float> data_;
+
+ public:
+  const Tensor tensor;
+};
+
+std::unique_ptr<Weight> vector_weight(Backend& backend, const FloatArray& a) {
+  return backend.load_vector({"weight", uint32_t(GgmlType::F32), 1, a.size(),
+                              reinterpret_cast<const uint8_t*>(a.data()), size_t(a.size()) * 4});
+}
+
+std::unique_ptr<Weight> matrix_weight(Backend& backend, uint32_t type, int64_t n, int64_t k, const py::bytes& data,
+                                      const std::optional<FloatArray>& bias) {
+  const std::string_view view(data);
+  std::vector<HostTensor> biases;
+  if (bias)
+    biases.push_back({"bias", uint32_t(GgmlType::F32), 1, bias->size(),
+                      reinterpret_cast<const uint8_t*>(bias->data()), size_t(bias->size()) * 4});
+  return backend.load_weight(
+      {{"weight", type, n, k, reinterpret_cast<const uint8_t*>(view.data()), view.size()}}, biases);
+}
+
+FloatArray linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& x,
+                  const std::optional<FloatArray>& bias) {
+  const auto w = matrix_weight(backend, type, n, x.shape(1), weight, bias);
+  const DeviceMatrix in(backend, x), out(backend, x.shape(0), n);
+  backend.linear(out.tensor, in.tensor, *w);
+  backend.synchronize();
+  return out.numpy();
+}
+
+FloatArray embedding(Backend& backend, uint32_t type, int64_t n, int64_t k, const py::bytes& weight,
+                     const IntArray& ids, float scale) {
+  const auto w = matrix_weight(backend, type, n, k, weight, std::nullopt);
+  Batch batch;
+  batch.num_tokens = int(ids.size());
+  batch.input_ids = ids.data();
+  const DeviceMatrix out(backend, ids.size(), k);
+  backend.begin_step(batch);
+  backend.embedding(out.tensor, *w, scale);
+  backend.end_step();
+  return out.numpy();
+}
+
+FloatArray rms_norm(Backend& backend, const FloatArray& x, const FloatArray& weight, float eps) {
+  const DeviceMatrix in(backend, x), out(backend, x.shape(0), x.shape(1));
+  backend.rms_norm(out.tensor, in.tensor, *vector_weight(backend, weight), eps);
+  backend.synchronize();
+  return out.numpy();
+}
+
+FloatArray rope(Backend& backend, const FloatArray& x, int head_dim, const FloatArray& cos_sin, bool interleaved) {
+  const DeviceMatrix in(backend, x), angles(backend, cos_sin);
+  backend.rope(in.tensor, head_dim, angles.tensor, interleaved);
+  backend.synchronize();
+  return in.numpy();
+}
+
+FloatArray gated_activation(Backend& backend, const FloatArray& gate_up, bool gelu) {
+  const DeviceMatrix in(backend, gate_up), out(backend, gate_up.shape(0), gate_up.shape(1) / 2);
+  backend.gated_activation(out.tensor, in.tensor, gelu ? Gate::kGelu : Gate::kSilu);
+  backend.synchronize();
+  return out.numpy();
+}
+
+FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y) {
+  const DeviceMatrix a(backend, x), b(backend, y);
+  backend.add(a.tensor, b.tensor);
+  backend.synchronize();
+  return a.numpy();
+}
+
+// Stores k, v [T, KVH * D] of all tokens, then attends with q [T, H * D]: one layer of one step.
+FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k, const FloatArray& v,
+                     const IntArray& positions, const IntArray& slot_mapping, const IntArray& query_start_loc,
+                     const IntArray& context_lens, const IntArray& block_tables, int num_blocks, int block_size,
+                     int num_heads, int num_kv_heads, int window, float scale, float soft_cap) {
+  const int head_dim = int(q.shape(1)) / num_heads;
+  const auto cache = backend.alloc_kv_cache({1, num_blocks, block_size, num_kv_heads, head_dim});
+  const DeviceMatrix keys(backend, k), values(backend, v), queries(backend, q), out(backend, q.shape(0), q.shape(1));
+  Batch batch;
+  batch.num_tokens = int(q.shape(0));
+  batch.num_requests = int(context_lens.size());
+  batch.max_blocks = int(block_tables.shape(1));
+  batch.positions = positions.data();
+  batch.slot_mapping = slot_mapping.data();
+  batch.query_start_loc = query_start_loc.data();
+  batch.context_lens = context_lens.data();
+  batch.block_tables = block_tables.data();
+  backend.begin_step(batch);
+  backend.store_kv(*cache, 0, keys.tensor, values.tensor);
+  backend.paged_attention(out.tensor, queries.tensor, *cache, 0, {num_heads, num_kv_heads, head_dim, window, scale, soft_cap});
+  backend.end_step();
+  backend.synchronize();
+  return out.numpy();
+}
+
+FloatArray dequantize(uint32_t type, const py::bytes& data) {
+  const TypeInfo* info = find_type(type);
+  check(info != nullptr, "[dequantize] ggml type ", type, " is not supported");
+  const std::string_view view(data);
+  const int64_t n = int64_t(view.size()) / info->block_bytes * info->block_size;
+  py::array_t<float> out(n);
+  dequantize_row(*info, reinterpret_cast<const uint8_t*>(view.data()), out.mutable_data(), n);
+  return out;
+}
+
+}  // namespace
+
+void bind_ops(py::module_& m) {
+  py::module_ ops = m.def_submodule("ops", "The backend's operations on NumPy arrays, for tests and tools.");
+  ops.def("linear", &linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"), py::arg("x"),
+          py::arg("bias") = py::none());
+  ops.def("embedding", &embedding, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("k"),
+          py::arg("weight"), py::arg("ids"), py::arg("scale") = 1.0f);
+  ops.def("rms_norm", &rms_norm, py::arg("backend"), py::arg("x"), py::arg("weight"), py::arg("eps"));
+  ops.def("rope", &rope, py::arg("backend"), py::arg("x"), py::arg("head_dim"), py::arg("cos_sin"),
+          py::arg("interleaved"));
+  ops.def("gated_activation", &gated_activation, py::arg("backend"), py::arg("gate_up"), py::arg("gelu"));
+  ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"));
+  ops.def("attention", &attention, py::arg("backend"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("positions"),
+          py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"), py::arg("block_tables"),
+          py::arg("num_blocks"), py::arg("block_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
+          py::arg("window") = 0, py::arg("scale") = 1.0f, py::arg("soft_cap") = 0.0f);
+  ops.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"));
+}
+
+}  // namespace rvllm

@@ -1,0 +1,212 @@
+#include "model.h"
+
+#include <cmath>
+#include <utility>
+
+#include "check.h"
+
+namespace rvllm {
+namespace {
+
+// Finds tensors by name, checks their shapes, and tells the source when they have been loaded.
+class Loader {
+ public:
+  Loader(Backend& backend, const TensorSource& source) : backend_(backend), source_(source) {}
+
+  std::unique_ptr<Weight> vector(const std::string& name, int64_t n) {
+    auto weight = backend_.load_vector(find(name, 1, n));
+    source_.done(name);
+    return weight;
+  }
+
+  // Matrices [rows, cols], stacked; their biases are used where the file has them.
+  std::unique_ptr<Weight> matrix(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t cols) {
+    std::vector<HostTensor> tensors, biases;
+    for (const auto& [name, rows] : parts) {
+      tensors.push_back(find(name + ".weight", rows, cols));
+      if (source_.find(name + ".bias")) biases.push_back(find(name + ".bias", 1, rows));
+    }
+    check(biases.empty() || biases.size() == tensors.size(), parts.front().first,
+          ".bias: some of the matrices beside it have a bias and some have not");
+    auto weight = backend_.load_weight(tensors, biases);
+    for (const HostTensor& t : tensors) source_.done(t.name);
+    for (const HostTensor& t : biases) source_.done(t.name);
+    return weight;
+  }
+
+  bool has(const std::string& name) const { return source_.find(name).has_value(); }
+
+ private:
+  HostTensor find(const std::string& name, int64_t rows, int64_t cols) const {
+    std::optional<HostTensor> t = source_.find(name);
+    check(t.has_value(), name, ": tensor is missing");
+    check(t->rows == rows && t->cols == cols, name, ": shape [", t->rows, ", ", t->cols, "], expected [", rows, ", ",
+          cols, "]");
+    return *t;
+  }
+
+  Backend& backend_;
+  const TensorSource& source_;
+};
+
+}  // namespace
+
+Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorSource& source)
+    : backend_(std::move(backend)), config_(std::move(config)) {
+  const ModelConfig& c = config_;
+  const int64_t hidden = c.hidden_size, q = int64_t(c.num_heads) * c.head_dim, kv = int64_t(c.num_kv_heads) * c.head_dim;
+  Loader load(*backend_, source);
+  token_embd_ = load.matrix({{"token_embd", c.vocab_size}}, hidden);
+  for (int l = 0; l < c.num_layers; ++l) {
+    const std::string blk = "blk." + std::to_string(l) + ".";
+    Layer layer;
+    layer.attn_norm = load.vector(blk + "attn_norm.weight", hidden);
+    layer.attn_qkv = load.matrix({{blk + "attn_q", q}, {blk + "attn_k", kv}, {blk + "attn_v", kv}}, hidden);
+    if (c.qk_norm) {
+      layer.attn_q_norm = load.vector(blk + "attn_q_norm.weight", c.head_dim);
+      layer.attn_k_norm = load.vector(blk + "attn_k_norm.weight", c.head_dim);
+    }
+    layer.attn_output = load.matrix({{blk + "attn_output", hidden}}, q);
+    layer.ffn_norm = load.vector(blk + "ffn_norm.weight", hidden);
+    layer.ffn_gate_up =
+        load.matrix({{blk + "ffn_gate", c.intermediate_size}, {blk + "ffn_up", c.intermediate_size}}, hidden);
+    layer.ffn_down = load.matrix({{blk + "ffn_down", hidden}}, c.intermediate_size);
+    if (c.post_norms) {
+      layer.post_attention_norm = load.vector(blk + "post_attention_norm.weight", hidden);
+      layer.post_ffw_norm = load.vector(blk + "post_ffw_norm.weight", hidden);
+    }
+    layers_.push_back(std::move(layer));
+  }
+  output_norm_ = load.vector("output_norm.weight", hidden);
+  if (load.has("output.weight")) output_ = load.matrix({{"output", c.vocab_size}}, hidden);
+  cos_sin_.resize(c.inv_freq.size());
+}
+
+KVCacheSpec Model::kv_cache_spec(int num_blocks, int block_size) const {
+  return {config_.num_layers, num_blocks, block_size, config_.num_kv_heads, config_.head_dim};
+}
+
+void Model::alloc_kv_cache(int num_blocks, int block_size) {
+  kv_cache_ = backend_->alloc_kv_cache(kv_cache_spec(num_blocks, block_size));
+  num_blocks_ = num_blocks;
+  block_size_ = block_size;
+}
+
+size_t Model::kv_cache_bytes(int num_blocks, int block_size) const {
+  return backend_->kv_cache_bytes(kv_cache_spec(num_blocks, block_size));
+}
+
+void Model::check_batch(const Batch& b) const {
+  check(kv_cache_ != nullptr, "[forward] no KV cache: alloc_kv_cache comes first");
+  check(b.query_start_loc[0] == 0 && b.query_start_loc[b.num_requests] == b.num_tokens,
+        "[forward] query_start_loc does not span the ", b.num_tokens, " tokens");
+  for (int t = 0; t < b.num_tokens; ++t) {
+    check(b.input_ids[t] >= 0 && b.input_ids[t] < config_.vocab_size, "[forward] token id ", b.input_ids[t],
+          " is outside the vocabulary of ", config_.vocab_size);
+    check(b.slot_mapping[t] >= 0 && b.slot_mapping[t] / block_size_ < num_blocks_, "[forward] slot ",
+          b.slot_mapping[t], " is outside the ", num_blocks_, " blocks of ", block_size_);
+  }
+  for (int r = 0; r < b.num_requests; ++r) {
+    const int begin = b.query_start_loc[r], end = b.query_start_loc[r + 1];
+    check(begin < end, "[forward] request ", r, " of the batch has no tokens");
+    const int blocks = (b.context_lens[r] + block_size_ - 1) / block_size_;
+    check(blocks <= b.max_blocks, "[forward] a context of ", b.context_lens[r], " tokens needs ", blocks,
+          " blocks, its table has ", b.max_blocks);
+    for (int i = 0; i < blocks; ++i) {
+      const int32_t block = b.block_tables[int64_t(r) * b.max_blocks + i];
+      check(block >= 0 && block < num_blocks_, "[forward] block ", block, " is outside the pool of ", num_blocks_);
+    }
+    for (int t = begin; t < end; ++t)
+      check(b.positions[t] >= 0 && b.positions[t] < b.context_lens[r], "[forward] position ", b.positions[t],
+            " is outside the context of ", b.context_lens[r]);
+  }
+  for (int i = 0; i < b.num_logits; ++i)
+    check(b.logits_indices[i] >= 0 && b.logits_indices[i] < b.num_tokens, "[forward] logits index ",
+          b.logits_indices[i], " is outside the ", b.num_tokens, " tokens");
+}
+
+Tensor Model::view(Buffer& buffer, int64_t rows, int64_t cols) {
+  if (buffer.capacity < rows * cols) {
+    buffer.data = backend_->alloc(rows * cols);
+    buffer.capacity = rows * cols;
+  }
+  return Tensor(buffer.data.get(), rows, cols);
+}
+
+// Cosines and sines of every token's angles, in double so that long contexts keep their precision.
+void Model::compute_rope(const Batch& batch) {
+  for (size_t table = 0; table < config_.inv_freq.size(); ++table) {
+    const std::vector<double>& inv_freq = config_.inv_freq[table];
+    const size_t half = inv_freq.size();
+    host_cos_sin_.resize(size_t(batch.num_tokens) * 2 * half);
+    float* out = host_cos_sin_.data();
+    for (int t = 0; t < batch.num_tokens; ++t, out += 2 * half)
+      for (size_t i = 0; i < half; ++i) {
+        const double angle = batch.positions[t] * inv_freq[i];
+        out[i] = float(std::cos(angle));
+        out[half + i] = float(std::sin(angle));
+      }
+    const Tensor device = view(cos_sin_[table], batch.num_tokens, int64_t(2 * half));
+    backend_->upload(device.data, host_cos_sin_.data(), device.rows * device.cols);
+  }
+}
+
+Tensor Model::forward(const Batch& batch) {
+  check_batch(batch);
+  const ModelConfig& c = config_;
+  Backend& b = *backend_;
+  const int64_t T = batch.num_tokens, E = c.hidden_size, I = c.intermediate_size;
+  const int64_t Q = int64_t(c.num_heads) * c.head_dim, KV = int64_t(c.num_kv_heads) * c.head_dim;
+  const float eps = float(c.rms_norm_eps);
+
+  Tensor x = view(x_, T, E);                    // the residual stream
+  Tensor h = view(h_, T, E);                    // a branch off it
+  Tensor qkv = view(qkv_, T, Q + 2 * KV);
+  Tensor attn = view(attn_, T, Q);
+  Tensor gate_up = view(gate_up_, T, 2 * I);
+  Tensor act = view(act_, T, I);
+  Tensor last = view(last_, batch.num_logits, E);
+  Tensor logits = view(logits_, batch.num_logits, c.vocab_size);
+  const Tensor q = qkv.columns(0, Q), k = qkv.columns(Q, KV), v = qkv.columns(Q + KV, KV);
+
+  compute_rope(batch);
+  b.begin_step(batch);
+  b.embedding(x, *token_embd_, float(c.embedding_scale));
+  for (int l = 0; l < c.num_layers; ++l) {
+    const Layer& layer = layers_[size_t(l)];
+    const LayerConfig& shape = c.layers[size_t(l)];
+    const Tensor cos_sin = view(cos_sin_[size_t(shape.rope)], T, int64_t(2 * c.inv_freq[size_t(shape.rope)].size()));
+
+    b.rms_norm(h, x, *layer.attn_norm, eps);
+    b.linear(qkv, h, *layer.attn_qkv);
+    if (c.qk_norm) {
+      b.rms_norm(q, q, *layer.attn_q_norm, eps);
+      b.rms_norm(k, k, *layer.attn_k_norm, eps);
+    }
+    b.rope(q, c.head_dim, cos_sin, c.rope_interleaved);
+    b.rope(k, c.head_dim, cos_sin, c.rope_interleaved);
+    b.store_kv(*kv_cache_, l, k, v);  // all tokens before any attends: requests of one step may share blocks
+    b.paged_attention(attn, q, *kv_cache_, l,
+                      {c.num_heads, c.num_kv_heads, c.head_dim, shape.window, float(c.attention_scale),
+                       float(c.attention_soft_cap)});
+    b.linear(h, attn, *layer.attn_output);
+    if (c.post_norms) b.rms_norm(h, h, *layer.post_attention_norm, eps);
+    b.add(x, h);
+
+    b.rms_norm(h, x, *layer.ffn_norm, eps);
+    b.linear(gate_up, h, *layer.ffn_gate_up);
+    b.gated_activation(act, gate_up, c.gelu ? Gate::kGelu : Gate::kSilu);
+    b.linear(h, act, *layer.ffn_down);
+    if (c.post_norms) b.rms_norm(h, h, *layer.post_ffw_norm, eps);
+    b.add(x, h);
+  }
+  if (batch.num_logits > 0) {
+    b.gather_rows(last, x);
+    b.rms_norm(last, last, *output_norm_, eps);
+    b.linear(logits, last, output_ ? *output_ : *token_embd_);
+  }
+  b.end_step();
+  return logits;
+}
+
+}  // namespace rvllm

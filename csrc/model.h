@@ -1,0 +1,86 @@
+// The transformer, once, over Backend. What differs between families is data in ModelConfig.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+
+namespace rvllm {
+
+struct LayerConfig {
+  int rope = 0;    // index into ModelConfig::inv_freq
+  int window = 0;  // sliding window in tokens; 0: full attention
+};
+
+struct ModelConfig {
+  int num_layers = 0;
+  int hidden_size = 0;
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  int intermediate_size = 0;
+  int vocab_size = 0;
+  double rms_norm_eps = 0;
+  double embedding_scale = 1;
+  double attention_scale = 0;
+  double attention_soft_cap = 0;
+  bool rope_interleaved = false;
+  bool qk_norm = false;    // RMS norm of each query and key head before RoPE
+  bool post_norms = false; // RMS norm of what attention and feed-forward add to the residual
+  bool gelu = false;       // gate by gelu (tanh form) instead of silu
+  std::vector<std::vector<double>> inv_freq;  // RoPE: angle = position * inv_freq[i], [dim / 2] each
+  std::vector<LayerConfig> layers;            // [num_layers]
+};
+
+// The file's tensor of that name, if it has one. `done` tells that its data is no longer needed.
+struct TensorSource {
+  std::function<std::optional<HostTensor>(const std::string& name)> find;
+  std::function<void(const std::string& name)> done;
+};
+
+class Model {
+ public:
+  // Loads every weight. Throws invalid_argument naming a tensor that is missing, misshapen or of an unsupported type.
+  Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorSource& source);
+
+  void alloc_kv_cache(int num_blocks, int block_size);
+  size_t kv_cache_bytes(int num_blocks, int block_size) const;
+
+  // Runs one step; returns the logits [B', V] of logits_indices, in the backend's memory until the next call.
+  // Throws invalid_argument when an index of the batch is out of range.
+  Tensor forward(const Batch& batch);
+
+  const ModelConfig& config() const { return config_; }
+  Backend& backend() const { return *backend_; }
+
+ private:
+  struct Layer {
+    std::unique_ptr<Weight> attn_norm, attn_qkv, attn_q_norm, attn_k_norm, attn_output, post_attention_norm;
+    std::unique_ptr<Weight> ffn_norm, ffn_gate_up, ffn_down, post_ffw_norm;
+  };
+  struct Buffer {
+    std::shared_ptr<float> data;
+    int64_t capacity = 0;
+  };
+
+  KVCacheSpec kv_cache_spec(int num_blocks, int block_size) const;
+  void check_batch(const Batch& batch) const;
+  Tensor view(Buffer& buffer, int64_t rows, int64_t cols);
+  void compute_rope(const Batch& batch);
+
+  std::shared_ptr<Backend> backend_;
+  ModelConfig config_;
+  std::unique_ptr<Weight> token_embd_, output_norm_, output_;  // output_ is null when tied to token_embd_
+  std::vector<Layer> layers_;
+  std::unique_ptr<KVCache> kv_cache_;
+  int num_blocks_ = 0, block_size_ = 0;
+  Buffer x_, h_, qkv_, attn_, gate_up_, act_, last_, logits_;
+  std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
+  std::vector<float> host_cos_sin_;
+};
+
+}  // namespace rvllm

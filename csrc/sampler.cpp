@@ -1,0 +1,201 @@
+#include "sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace rvllm {
+namespace {
+
+constexpr double kGreedyTemperature = 1e-5;  // below it, logits / temperature leaves float32's range
+constexpr int kLanes = 16;
+
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): 53 random bits as [0, 1).
+double philox_uniform(uint64_t seed, uint64_t position, uint32_t index) {
+  uint32_t c[4] = {uint32_t(position), uint32_t(position >> 32), index, 0};
+  uint32_t k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t(0xD2511F53) * c[0], b = uint64_t(0xCD9E8D57) * c[2];
+    const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
+    std::memcpy(c, next, sizeof c);
+    k[0] += 0x9E3779B9;
+    k[1] += 0xBB67AE85;
+  }
+  const uint64_t bits = uint64_t(c[0]) << 32 | c[1];
+  return double(bits >> 11) * 0x1p-53;
+}
+
+// exp for x <= 0, without calls or branches, so that loops over a vocabulary become vector code on any machine.
+inline float exp_negative(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounds to a whole number
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  const int32_t bits = (int32_t(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return p * scale;
+}
+
+// Sum of exp((x - largest) * factor) in float lanes, which bounds the error; the lanes are added in double.
+double sum_of_exp(const float* x, int n, float largest, float factor) {
+  float lanes[kLanes] = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) lanes[j] += exp_negative((x[i + j] - largest) * factor);
+  for (int j = 0; i + j < n; ++j) lanes[j] += exp_negative((x[i + j] - largest) * factor);
+  double sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+int32_t argmax(const float* x, int n) {
+  // The lanes find the value, a second pass its first position: both loops are vector code.
+  float lanes[kLanes];
+  std::fill(lanes, lanes + kLanes, -std::numeric_limits<float>::infinity());
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+  for (int j = 0; i + j < n; ++j) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+  const float largest = *std::max_element(lanes, lanes + kLanes);
+  return int32_t(std::find(x, x + n, largest) - x);
+}
+
+bool better(const std::pair<float, int32_t>& a, const std::pair<float, int32_t>& b) {
+  return a.first != b.first ? a.first > b.first : a.second < b.second;
+}
+
+}  // namespace
+
+Sampler::Sampler(SamplerConfig config) : config_(std::move(config)) {
+  if (config_.repetition_penalty != 1.0)
+    for (int32_t id : config_.prompt_token_ids) counts_.emplace(id, 0);
+  config_.prompt_token_ids.clear();
+}
+
+Sample Sampler::sample(float* logits) {
+  const SamplerConfig& c = config_;
+  const int n = c.vocab_size;
+  const int32_t best = argmax(logits, n);
+  if (best >= n || !std::isfinite(logits[best])) throw std::runtime_error("the model's logits are not finite numbers");
+
+  Sample result;
+  double log_total = 0;
+  const float largest = logits[best];
+  if (c.num_logprobs >= 0) {
+    log_total = double(largest) + std::log(sum_of_exp(logits, n, largest, 1.0f));
+    if (c.num_logprobs > 0) {
+      const size_t wanted = size_t(std::min(c.num_logprobs, n));
+      candidates_.resize(size_t(n));
+      for (int i = 0; i < n; ++i) candidates_[size_t(i)] = {logits[i], i};
+      std::partial_sort(candidates_.begin(), candidates_.begin() + long(wanted), candidates_.end(), better);
+      for (size_t i = 0; i < wanted; ++i)
+        result.logprobs.push_back({candidates_[i].second, float(double(candidates_[i].first) - log_total), int32_t(i + 1)});
+    }
+  }
+  // What is changed below is kept, since the sampled token's log-probability is the model's own.
+  std::vector<std::pair<int32_t, float>> changed;
+  auto change = [&](int32_t id, float value) {
+    changed.emplace_back(id, logits[id]);
+    logits[id] = value;
+  };
+  const bool penalised = c.repetition_penalty != 1 || c.presence_penalty != 0 || c.frequency_penalty != 0;
+  if (penalised)
+    for (const auto& [id, count] : counts_) {
+      double x = logits[id];
+      x = x > 0 ? x / c.repetition_penalty : x * c.repetition_penalty;
+      if (count > 0) x -= c.presence_penalty + c.frequency_penalty * count;
+      change(id, float(x));
+    }
+  for (const auto& [id, bias] : c.logit_bias) change(id, logits[id] + bias);
+  if (position_ < uint64_t(c.min_tokens))
+    for (int32_t id : c.stop_token_ids) change(id, -std::numeric_limits<float>::infinity());
+
+  result.token_id = draw(logits);
+  if (result.token_id < 0) throw std::runtime_error("no token is left to sample");
+
+  if (c.num_logprobs >= 0) {
+    for (auto it = changed.rbegin(); it != changed.rend(); ++it) logits[it->first] = it->second;
+    const float own = logits[result.token_id];
+    int32_t rank = 1;
+    for (int i = 0; i < n; ++i) rank += logits[i] > own || (logits[i] == own && i < result.token_id);
+    result.logprobs.insert(result.logprobs.begin(), {result.token_id, float(double(own) - log_total), rank});
+  }
+  if (penalised) ++counts_[result.token_id];
+  ++position_;
+  return result;
+}
+
+int32_t Sampler::draw(const float* logits) {
+  const SamplerConfig& c = config_;
+  const int n = c.vocab_size;
+  const int32_t best = argmax(logits, n);
+  if (best >= n || !std::isfinite(logits[best])) return -1;
+  if (c.temperature < kGreedyTemperature || c.top_k == 1 || c.top_p <= 0) return best;
+
+  const float largest = logits[best], factor = float(1.0 / c.temperature);
+  const double uniform = philox_uniform(c.seed, position_, c.index);
+  const bool limited_k = c.top_k > 0 && c.top_k < n;
+  if (!limited_k && c.top_p >= 1 && c.min_p <= 0) {
+    const double target = uniform * sum_of_exp(logits, n, largest, factor);
+    double sum = 0;
+    for (int i = 0; i < n; ++i) {
+      sum += exp_negative((logits[i] - largest) * factor) * (logits[i] > -std::numeric_limits<float>::infinity());
+      if (sum > target) return i;
+    }
+    return best;  // rounding left the target just beyond the sum
+  }
+
+  // Candidates with their probabilities relative to the best one's, 1.
+  candidates_.clear();
+  const float threshold = c.min_p > 0 ? float(c.min_p) : 0.0f;
+  for (int i = 0; i < n; ++i) {
+    const float p = exp_negative((logits[i] - largest) * factor);
+    if (p >= threshold && logits[i] > -std::numeric_limits<float>::infinity()) candidates_.emplace_back(p, i);
+  }
+  // Ordering by probability alone would tie tokens that the exponential rounds together; their ids break ties.
+  if (limited_k && size_t(c.top_k) < candidates_.size()) {
+    std::nth_element(candidates_.begin(), candidates_.begin() + c.top_k, candidates_.end(), better);
+    candidates_.resize(size_t(c.top_k));
+  }
+  double total = 0;
+  for (const auto& candidate : candidates_) total += candidate.first;
+  size_t kept = candidates_.size();
+  if (c.top_p < 1) {
+    // Sort only as far as the nucleus reaches.
+    double sum = 0;
+    size_t sorted = 0, i = 0;
+    for (; i < candidates_.size(); ++i) {
+      if (i == sorted) {
+        const size_t next = std::min(candidates_.size(), std::max<size_t>(64, 4 * sorted));
+        std::partial_sort(candidates_.begin() + long(sorted), candidates_.begin() + long(next), candidates_.end(), better);
+        sorted = next;
+      }
+      sum += candidates_[i].first;
+      if (sum >= c.top_p * total) break;
+    }
+    kept = std::min(i + 1, candidates_.size());
+    total = 0;
+    for (size_t j = 0; j < kept; ++j) total += candidates_[j].first;
+  }
+  // In id order, so that the draw does not depend on how the selection above left its elements.
+  std::sort(candidates_.begin(), candidates_.begin() + long(kept),
+            [](const auto& a, const auto& b) { return a.second < b.second; });
+  const double target = uniform * total;
+  double sum = 0;
+  for (size_t i = 0; i < kept; ++i) {
+    sum += candidates_[i].first;
+    if (sum > target) return candidates_[i].second;
+  }
+  return candidates_[kept - 1].second;
+}
+
+}  // namespace rvllm
