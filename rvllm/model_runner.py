@@ -1,0 +1,169 @@
+"""Loads the weights, sizes the KV cache, and turns a scheduled step into one native call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rvllm import _batch, _core
+from rvllm.config import EngineConfig, ModelConfig
+from rvllm.gguf_file import GGUFError, GGUFFile
+from rvllm.request import Request, SampledToken
+from rvllm.sampling_params import SamplingParams
+from rvllm.system import available_cpus, available_memory
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = logging.getLogger("rvllm")
+
+_DEFAULT_KV_CACHE_BYTES = 4 << 30
+
+
+class ModelRunner:
+    """One model on one device. Not thread-safe: one call at a time."""
+
+    def __init__(self, gguf: GGUFFile, model_config: ModelConfig, config: EngineConfig):
+        """Loads every weight and reserves the KV cache.
+
+        Raises GGUFError naming a tensor that is missing, misshapen or unsupported, and ValueError for a device, ISA or
+        cache size that cannot be had.
+        """
+        self.backend = _make_backend(config)
+        self.vocab_size = model_config.vocab_size
+        self.block_size = config.block_size
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self._model = _load_model(self.backend, gguf, model_config)
+        self.kv_bytes_per_block = self._model.kv_cache_bytes(1, config.block_size)
+        self.num_blocks = self._choose_num_blocks(model_config, config)
+        self._model.alloc_kv_cache(self.num_blocks, config.block_size)
+
+    def _choose_num_blocks(self, model_config: ModelConfig, config: EngineConfig) -> int:
+        if config.num_blocks is not None:
+            num_blocks = config.num_blocks
+        elif config.kv_cache_memory is not None:
+            num_blocks = config.kv_cache_memory // self.kv_bytes_per_block
+            if num_blocks == 0:
+                raise ValueError(
+                    f"kv_cache_memory of {config.kv_cache_memory} bytes is less than one block of "
+                    f"{self.kv_bytes_per_block} bytes"
+                )
+        else:
+            # Enough for every request at full length, within a share of the memory that leaves room for others.
+            max_model_len = config.max_model_len or model_config.context_length
+            most = config.max_num_seqs * -(-max_model_len // config.block_size)
+            budget = min(_DEFAULT_KV_CACHE_BYTES, available_memory() // 2)
+            num_blocks = max(1, min(most, budget // self.kv_bytes_per_block))
+        needed, available = num_blocks * self.kv_bytes_per_block, available_memory()
+        if needed > available:
+            raise ValueError(
+                f"a KV cache of {num_blocks} blocks needs {needed} bytes, {available} are available"
+            )
+        if num_blocks * config.block_size >= 2**31:
+            raise ValueError(f"{num_blocks} blocks of {config.block_size} tokens are more than 2^31 slots")
+        return num_blocks
+
+    def make_sampler(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_token_ids: Iterable[int],
+        seed: int,
+        index: int,
+    ) -> _core.Sampler:
+        """State from which one request samples; stop_token_ids are not sampled before params.min_tokens."""
+        return _core.Sampler(
+            vocab_size=self.vocab_size,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=max(0, min(params.top_k, self.vocab_size)),
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            seed=seed,
+            index=index,
+            min_tokens=params.min_tokens,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            prompt_token_ids=list(prompt_token_ids),
+            stop_token_ids=sorted(stop_token_ids),
+            logit_bias=list((params.logit_bias or {}).items()),
+        )
+
+    def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]:
+        """Computes the next num_tokens of each request; returns a token for each request that has reached its last
+        known one, in order."""
+        *arrays, sampling = _batch.fill(scheduled, self.block_size)
+        samplers = [scheduled[i][0].sampler for i in sampling]
+        return [
+            SampledToken(token_id, None if logprobs is None else {i: (p, rank) for i, p, rank in logprobs})
+            for token_id, logprobs in self._model.step(_core.StepArrays(*arrays), samplers)
+        ]
+
+    def get_logits(self, token_ids: Sequence[int], block_table: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [T, vocab_size] at every position; K and V go into the blocks of block_table."""
+        ids = np.asarray(token_ids, np.int32)
+        table = np.asarray(block_table, np.int32)
+        logits = np.empty((len(ids), self.vocab_size), np.float32)
+        for start in range(0, len(ids), self.max_num_batched_tokens):
+            stop = min(start + self.max_num_batched_tokens, len(ids))
+            positions = np.arange(start, stop, dtype=np.int32)
+            slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+            count = stop - start
+            logits[start:stop] = self._model.logits(
+                _core.StepArrays(
+                    ids[start:stop],
+                    positions,
+                    slots,
+                    np.array([0, count], np.int32),
+                    np.array([stop], np.int32),
+                    table[None, :],
+                    np.arange(count, dtype=np.int32),
+                )
+            )
+        return logits
+
+
+def _make_backend(config: EngineConfig) -> _core.Backend:
+    if config.device != "cpu":
+        raise ValueError(f"device must be 'cpu', not {config.device!r}")
+    available = available_cpus()
+    num_threads = available if config.num_threads is None else config.num_threads
+    if num_threads > available:
+        logger.warning("num_threads %d is more than the %d processors available; using %d", num_threads, available, available)
+        num_threads = available
+    return _core.CpuBackend(num_threads, config.isa or "")
+
+
+def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> _core.Model:
+    """Hands the file's tensors to the backend one by one, and gives their pages back as they are packed."""
+    unused = set(gguf.tensors) - {"rope_freqs.weight"}
+
+    def find(name: str) -> tuple[int, int, int, NDArray[np.uint8]] | None:
+        tensor = gguf.tensors.get(name)
+        if tensor is None:
+            return None
+        if len(tensor.shape) > 2:
+            raise GGUFError(f"{gguf.path}: {name}: {len(tensor.shape)} dimensions, expected 1 or 2")
+        if not _core.supports_type(tensor.type_id):
+            raise GGUFError(f"{gguf.path}: {name}: type {tensor.type.name} ({tensor.type_id}) is not supported")
+        rows, cols = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
+        return tensor.type_id, rows, cols, tensor.data
+
+    def done(name: str) -> None:
+        unused.discard(name)
+        gguf.release(gguf.tensors[name])
+
+    try:
+        model = _core.Model(backend, asdict(config), find, done)
+    except GGUFError:
+        raise
+    except ValueError as error:
+        raise GGUFError(f"{gguf.path}: {error}") from None
+    if unused:
+        logger.warning("%s: %d tensors are not used: %s", gguf.path, len(unused), ", ".join(sorted(unused)[:5]))
+    return model

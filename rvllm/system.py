@@ -1,0 +1,61 @@
+"""What this process may use of the machine: processors and memory, within its affinity and control group."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+def available_cpus() -> int:
+    """Number of processors this process may run on: affinity, then the CPU quota of its control groups (at least 1)."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for directory in _cgroup_directories("cpu"):
+        quota, period = _read_words(directory / "cpu.max") or (
+            _read_words(directory / "cpu.cfs_quota_us") + _read_words(directory / "cpu.cfs_period_us")
+            or ["max", "100000"]
+        )
+        if quota not in ("max", "-1") and int(period) > 0:
+            cpus = min(cpus, max(1, int(quota) // int(period)))
+    return max(1, cpus)
+
+
+def available_memory() -> int:
+    """Bytes this process can still allocate: the machine's available memory, or what its control groups leave."""
+    available: int = psutil.virtual_memory().available
+    for directory in _cgroup_directories("memory"):
+        for limit_file, usage_file in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, usage = _read_words(directory / limit_file), _read_words(directory / usage_file)
+            if limit and usage and limit[0] != "max":
+                available = min(available, max(0, int(limit[0]) - int(usage[0])))
+    return available
+
+
+def _cgroup_directories(controller: str) -> list[Path]:
+    """This process's control group and those above it, for version 2 and for a version 1 controller."""
+    directories: list[Path] = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return directories
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
+        group = root / path.lstrip("/")
+        directories += [group, *(parent for parent in group.parents if parent == root or root in parent.parents)]
+    return directories
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -1,0 +1,100 @@
+"""Build the compiled parts of rvllm: two Cython modules and the C++ core, one compiler flag set per ISA file."""
+
+from __future__ import annotations
+
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from Cython.Build import cythonize
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+CORE_SOURCES = [
+    "csrc/bind.cpp",
+    "csrc/bind_ops.cpp",
+    "csrc/model.cpp",
+    "csrc/quant.cpp",
+    "csrc/sampler.cpp",
+    "csrc/thread_pool.cpp",
+    "csrc/cpu/cpu_backend.cpp",
+    "csrc/cpu/cpu_features.cpp",
+    "csrc/cpu/repack.cpp",
+    "csrc/cpu/isa/scalar.cpp",
+]
+# Only these flags may raise the instruction set, each for its own file: everything else must run on any x86-64.
+ISA_FLAGS = {
+    "csrc/cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+}
+CXX_FLAGS = [
+    "-O3",
+    "-Wall",
+    "-Wextra",
+    "-ffp-contract=off",  # the same bits on every ISA: a fused multiply-add is written out or not there
+    "-fno-math-errno",
+    "-fno-omit-frame-pointer",
+]
+
+
+def sanitizer_flags() -> list[str]:
+    kinds = os.environ.get("RVLLM_SANITIZE", "")  # "address,undefined" or "thread": for the native tests
+    return [f"-fsanitize={kinds}", "-g", "-O1", "-fno-sanitize-recover=undefined"] if kinds else []
+
+
+class BuildExt(build_ext):
+    """Compiles the core's files side by side and gives each ISA file its own flags."""
+
+    def build_extensions(self) -> None:
+        compile_one = self.compiler._compile
+
+        def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
+            compile_one(obj, src, ext, cc_args, [*extra_postargs, *ISA_FLAGS.get(src, [])], pp_opts)
+
+        def compile_in_parallel(sources, output_dir=None, macros=None, include_dirs=None, debug=0,
+                                extra_preargs=None, extra_postargs=None, depends=None):  # fmt: skip
+            macros, objects, extra_postargs, pp_opts, build = self.compiler._setup_compile(
+                output_dir, macros, include_dirs, sources, depends, extra_postargs
+            )
+            cc_args = self.compiler._get_cc_args(pp_opts, debug, extra_preargs)
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
+                jobs = [
+                    pool.submit(compile_with_isa_flags, obj, *build[obj], cc_args, extra_postargs, pp_opts)
+                    for obj in objects
+                    if obj in build
+                ]
+                for job in jobs:
+                    job.result()
+            return objects
+
+        self.compiler.compile = compile_in_parallel
+        super().build_extensions()
+
+
+def core_extension() -> Extension:
+    sources = list(CORE_SOURCES)
+    if platform.machine() in ("x86_64", "AMD64"):
+        sources += ISA_FLAGS
+    return Pybind11Extension(
+        "rvllm._core",
+        sources,
+        include_dirs=["csrc"],
+        depends=[str(p) for p in Path("csrc").rglob("*.h")],
+        cxx_std=17,
+        extra_compile_args=CXX_FLAGS + sanitizer_flags(),
+        extra_link_args=["-pthread", *sanitizer_flags()],
+    )
+
+
+setup(
+    ext_modules=[
+        core_extension(),
+        *cythonize(
+            [Extension("rvllm._gguf", ["rvllm/_gguf.pyx"]), Extension("rvllm._batch", ["rvllm/_batch.pyx"])],
+            build_dir="build",
+            language_level=3,
+        ),
+    ],
+    cmdclass={"build_ext": BuildExt},
+)
