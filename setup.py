@@ -27,6 +27,11 @@ CORE_SOURCES = [
 # Only these flags may raise the instruction set, each for its own file: everything else must run on any x86-64.
 ISA_FLAGS = {
     "csrc/cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "csrc/cpu/isa/avx512_vnni.cpp": [
+        "-mavx2", "-mfma", "-mf16c",  # -mavx512f implies the first alone
+        "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
+        "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
+    ],
 }
 CXX_FLAGS = [
     "-O3",

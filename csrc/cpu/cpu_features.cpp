@@ -17,6 +17,10 @@ std::vector<const Kernels*> available_kernels() {
   // The builtin asks the operating system's saved state (XCR0) as well as CPUID.
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
     tables.push_back(&kernels_avx2());
+  if (tables.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512vnni"))
+    tables.push_back(&kernels_avx512_vnni());
 #endif
   return tables;
 }

@@ -94,6 +94,7 @@ struct Kernels {
 const Kernels& kernels_scalar();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
+const Kernels& kernels_avx512_vnni();
 #endif
 
 }  // namespace rvllm

@@ -9,7 +9,7 @@ constexpr int kRowBlock = 64;  // rows whose activations and sums stay in the fi
 
 inline void unpack_codes(int bits, const uint8_t* p, uint8_t* out) {
   if (bits == 8) {
-    __builtin_memcpy(out, p, kTileCodes);
+    for (int i = 0; i < kTileCodes; ++i) out[i] = uint8_t(p[i] + kByteOffset);
   } else if (bits >= 4) {
     for (int i = 0; i < 256; ++i) out[i] = p[i] & 15;
     for (int i = 0; i < 256; ++i) out[256 + i] = p[i] >> 4;
@@ -74,6 +74,7 @@ void unpack(const uint8_t* p, int blocks, UnpackedChunk& u) {
 template <int Type, int R>
 void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, float* sums) {
   constexpr PackedFormat f = kFormats[Type];
+  constexpr int kZero = f.bits == 8 ? kByteOffset : f.zero;
   const int64_t row_blocks = args.k / 32;
   const QuantizedRows& x = args.xq;
   Vec sum[R];
@@ -89,7 +90,7 @@ void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& a
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const int64_t i = at + r * row_blocks;
-        if (f.zero) dot[r] = isub(dot[r], iset1(f.zero * x.sum[i]));
+        if (kZero) dot[r] = isub(dot[r], iset1(kZero * x.sum[i]));
         sum[r] = fma(to_float(dot[r]), mul(d, set1(x.scale[i])), sum[r]);
         if (f.has_min()) sum[r] = fma(load(u.m[b]), set1(x.scaled_sum[i]), sum[r]);
       }
@@ -102,9 +103,9 @@ void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& a
       for (int r = 0; r < R; ++r) {
         const int64_t i = at + r * row_blocks;
         const int32_t* half = x.half_sum + 2 * i;
-        if (f.zero) {
-          low[r] = isub(low[r], iset1(f.zero * half[0]));
-          high[r] = isub(high[r], iset1(f.zero * half[1]));
+        if (kZero) {
+          low[r] = isub(low[r], iset1(kZero * half[0]));
+          high[r] = isub(high[r], iset1(kZero * half[1]));
         }
         const IVec dot = iadd(imul(scale0, low[r]), imul(scale1, high[r]));
         sum[r] = fma(to_float(dot), mul(d, set1(x.scale[i])), sum[r]);
@@ -148,7 +149,9 @@ void linear_quantized(const LinearArgs& args, int begin, int end) {
         unpack<Type>(p, blocks, chunk);
         p += f.is_super() ? f.chunk_bytes() : kMaxChunk * f.chunk_bytes();
         int r = 0;
-        for (; r + 4 <= rows; r += 4) multiply<Type, 4>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
+        for (; r + kRows <= rows; r += kRows)
+          multiply<Type, kRows>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
+        for (; r + 2 <= rows; r += 2) multiply<Type, 2>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
         for (; r < rows; ++r) multiply<Type, 1>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
       }
       finish_tile(args, tile, row0, rows, sums);

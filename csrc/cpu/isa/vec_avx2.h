@@ -3,6 +3,9 @@
 struct Vec { __m256 lo, hi; };
 struct IVec { __m256i lo, hi; };
 
+constexpr int kRows = 4;
+constexpr int kByteOffset = 0;
+
 inline Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }

@@ -3,6 +3,9 @@
 struct Vec { float v[16]; };
 struct IVec { int32_t v[16]; };
 
+constexpr int kRows = 4;        // rows multiplied together, as registers allow
+constexpr int kByteOffset = 0;  // added to signed 8-bit codes when they are unpacked, where dot_rows wants unsigned ones
+
 #define RVLLM_LANES(expr)                        \
   Vec out;                                       \
   for (int i = 0; i < 16; ++i) out.v[i] = expr;  \
@@ -134,7 +137,7 @@ inline Vec to_float(IVec a) {
 }
 
 // out[r].lane c = sum over the groups of 4 k: codes[group][c][i] * a[r * stride + 4 * group + i].
-// Codes of 8 bits are signed, smaller ones unsigned.
+// Codes of 8 bits are signed (unsigned where kByteOffset is not 0), smaller ones unsigned.
 template <int Bits, int Groups, int R>
 inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
   for (int r = 0; r < R; ++r) {

@@ -1,0 +1,19 @@
+// 512-bit vectors; integer dot products by vpdpbusd.
+#include <immintrin.h>
+
+#include "cpu/kernels.h"
+
+namespace rvllm {
+namespace {
+#include "cpu/isa/vec_avx512.h"
+#include "cpu/float_kernels.inl"
+#include "cpu/linear_kernels.inl"
+#include "cpu/kernel_table.inl"
+}  // namespace
+
+const Kernels& kernels_avx512_vnni() {
+  static constexpr Kernels table = make_table("avx512_vnni");
+  return table;
+}
+
+}  // namespace rvllm
