@@ -1,4 +1,4 @@
-"""Write GGUF files for tests: whole ones with `write_gguf`, parts of damaged ones with the `encode_*` functions.
+"""Write GGUF files for tests: whole ones with write_gguf, parts of damaged ones with the encode functions.
 
 Layout: ggml's GGUF specification, versions 2 and 3, little-endian. Nothing is checked, so that tests can
 write what is wrong.
@@ -40,7 +40,7 @@ Tensor = tuple[str, Sequence[int], int, bytes]
 
 
 def infer(value: object) -> Typed:
-    """The GGUF type of a Python value: bool BOOL, int U32, float F32, str STR, list and ndarray ARR (int: I32)."""
+    """The GGUF type of a Python value: bool BOOL, int U32, float F32, str STR, list and ndarray ARR."""
     if isinstance(value, Typed):
         return value
     if isinstance(value, bool):
@@ -66,21 +66,20 @@ def encode_string(text: str | bytes) -> bytes:
 
 def encode_value(value: object) -> bytes:
     """The bytes of a value, without the type in front of it."""
-    value_type, value = infer(value)
+    value_type, content = infer(value)
     if value_type == STR:
-        return encode_string(value)
+        return encode_string(content)
     if value_type != ARR:
-        return np.array(value, _DTYPES[value_type]).tobytes()
-    element_type, items = infer(value)
+        return bytes(np.array(content, _DTYPES[value_type]).tobytes())
+    element_type, items = infer(content)
     head = struct.pack("<IQ", element_type, len(items))
     if element_type in _DTYPES:
-        return head + np.array(items, _DTYPES[element_type]).tobytes()
+        return head + bytes(np.array(items, _DTYPES[element_type]).tobytes())
     return head + b"".join(encode_value(Typed(element_type, item)) for item in items)
 
 
 def encode_key(key: str | bytes, value: object) -> bytes:
-    value = infer(value)
-    return encode_string(key) + struct.pack("<I", value.value_type) + encode_value(value)
+    return encode_string(key) + struct.pack("<I", infer(value).value_type) + encode_value(value)
 
 
 def encode_header(num_tensors: int, num_keys: int, version: int = 3, magic: bytes = b"GGUF") -> bytes:
