@@ -1,0 +1,58 @@
+"""Seeded random weights in any format: legal bytes that decode to numbers of a given spread."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as GGMLType
+from numpy.typing import NDArray
+
+
+class BlockFields(NamedTuple):
+    """Where a block keeps its float16 factors, and what its weights are when all other bits are random."""
+
+    d: int  # offset of d, bytes
+    m: int | None  # offset of the minimum's factor, None if there is none
+    m_per_d: float  # the factor that makes the mean of the weights zero
+    spread: float  # root mean square of the weights when d is 1
+
+
+# Uniform codes and sub-scales. Q4_K: w = scale q - 7.5 min over scale, min in 0..63 and q in 0..15.
+BLOCK_FIELDS = {
+    GGMLType.Q4_0: BlockFields(0, None, 0.0, 4.64),
+    GGMLType.Q4_1: BlockFields(0, 2, -7.5, 4.61),
+    GGMLType.Q5_0: BlockFields(0, None, 0.0, 9.25),
+    GGMLType.Q5_1: BlockFields(0, 2, -15.5, 9.23),
+    GGMLType.Q8_0: BlockFields(0, None, 0.0, 73.9),
+    GGMLType.Q2_K: BlockFields(80, 82, 1.5, 13.1),
+    GGMLType.Q3_K: BlockFields(108, None, 0.0, 43.3),
+    GGMLType.Q4_K: BlockFields(0, 2, 7.5, 258.0),
+    GGMLType.Q5_K: BlockFields(0, 2, 15.5, 525.0),
+    GGMLType.Q6_K: BlockFields(208, None, 0.0, 1366.0),
+}
+
+
+def random_weights(
+    ggml_type: int, n: int, k: int, spread: float, rng: np.random.Generator
+) -> NDArray[np.uint8]:
+    """Bytes [N, row bytes] of a random matrix [N, K] with mean 0 and root mean square `spread`.
+
+    Every code and sub-scale occurs, and d of either sign. Raises ValueError when a block does not divide K.
+    """
+    kind = GGMLType(ggml_type)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if k % block:
+        raise ValueError(f"K = {k} is no multiple of {block}, the block of {kind.name}")
+    if kind not in BLOCK_FIELDS:
+        values = rng.standard_normal((n, k), np.float32) * np.float32(spread)
+        return np.ascontiguousarray(gguf.quants.quantize(values, kind)).view(np.uint8).reshape(n, -1)
+    fields = BLOCK_FIELDS[kind]
+    count = n * (k // block)
+    blocks = rng.integers(0, 256, (count, size), np.uint8)
+    d = rng.uniform(0.5, 1.5, count) * rng.choice([-1.0, 1.0], count) * spread / fields.spread
+    blocks[:, fields.d : fields.d + 2] = d.astype("<f2")[:, None].view(np.uint8)
+    if fields.m is not None:
+        blocks[:, fields.m : fields.m + 2] = (d * fields.m_per_d).astype("<f2")[:, None].view(np.uint8)
+    return blocks.reshape(n, -1)
