@@ -1,0 +1,290 @@
+"""Scheduler: exact tokens whatever runs beside a request, limits kept in every step, nobody starves."""
+
+from __future__ import annotations
+
+import pytest
+from fake_runner import FakeRunner, tokens_alone
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rvllm.block_manager import BlockManager
+from rvllm.request import Request, RequestStatus
+from rvllm.sampling_params import SamplingParams
+from rvllm.scheduler import Scheduler
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class Harness:
+    """A scheduler with a fake runner: the engine's loop without text."""
+
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 32, caching: bool = True
+    ) -> None:
+        self.runner = FakeRunner(num_blocks, block_size)
+        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, caching), seqs, budget)
+        self.num_added = 0
+
+    def add(self, prompt: list[int], max_tokens: int = 8, arrival_step: int = 0) -> Request:
+        sampler = self.runner.make_sampler(GREEDY, prompt, (), 0, 0)
+        length = len(prompt) + max_tokens
+        request = Request(f"r{self.num_added}", prompt, GREEDY, length, arrival_step, sampler=sampler)
+        self.num_added += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Runs one step, checks its limits, and returns the number of tokens of each request in it."""
+        output = self.scheduler.schedule()
+        requests = [request for request, _ in output.scheduled]
+        counts = {request.request_id: count for request, count in output.scheduled}
+        assert len(counts) == len(requests) <= self.scheduler.max_num_running
+        assert sum(counts.values()) <= self.scheduler.max_num_batched_tokens
+        assert all(request.status is RequestStatus.RUNNING for request in requests)
+        tokens = self.runner.run(output.scheduled)
+        for request, token in zip(self.scheduler.update(output), tokens, strict=True):
+            request.token_ids.append(token.token_id)
+            if request.num_tokens == request.max_num_tokens:
+                self.scheduler.finish(request)
+        self.scheduler.check_integrity()
+        return counts
+
+    def run(self, most_steps: int = 2000) -> list[dict[str, int]]:
+        steps = []
+        while self.scheduler.has_unfinished:
+            steps.append(self.step())
+            assert len(steps) <= most_steps, "not finished"
+        return steps
+
+
+def assert_exact(request: Request) -> None:
+    expected = tokens_alone(request.prompt_token_ids, request.max_num_tokens - request.num_prompt_tokens)
+    assert request.output_token_ids == expected
+
+
+def test_batch_equals_alone() -> None:
+    harness = Harness()
+    requests = [harness.add([i + 1] * (1 + 7 * i), max_tokens=3 + i) for i in range(6)]
+    harness.run()
+    for request in requests:
+        assert_exact(request)
+    assert harness.scheduler.block_manager.num_free_blocks == 64
+
+
+@pytest.mark.parametrize("budget", [1, 7, 32, 2048])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 96, 97])
+def test_prompt_longer_than_a_step_is_computed_in_chunks(length: int, budget: int) -> None:
+    harness = Harness(budget=budget, seqs=4)
+    prompt = [i % 50 for i in range(length)]
+    requests = [harness.add(prompt), harness.add([5] * length), harness.add([9, 9])]
+    harness.run(most_steps=3000)
+    for request in requests:
+        assert_exact(request)
+
+
+def test_chunks_fill_the_budget() -> None:
+    harness = Harness(budget=32)
+    harness.add(list(range(50)) * 2, max_tokens=1)
+    assert [step["r0"] for step in harness.run()] == [32, 32, 32, 4]
+
+
+def test_long_prompt_does_not_stop_running_requests() -> None:
+    harness = Harness(num_blocks=256, budget=16)
+    harness.add([1, 2, 3], max_tokens=30)
+    harness.step()
+    harness.add(list(range(60)) * 5, max_tokens=1)
+    harness.add([4, 4], max_tokens=1)
+    steps = harness.run()
+    assert all("r0" in step for step in steps[:29])
+    assert "r2" in steps[0]  # passes the long prompt
+    assert steps[0] == {"r0": 1, "r1": 13, "r2": 2}
+    assert steps[1] == {"r0": 1, "r1": 15}
+
+
+def test_second_long_prompt_waits_for_the_first_and_then_shares_it() -> None:
+    harness = Harness(num_blocks=256, budget=16)
+    prompt = list(range(60)) * 2
+    first, second = harness.add(prompt, max_tokens=2), harness.add([*prompt, 1], max_tokens=2)
+    steps = harness.run()
+    assert sum(step.get("r1", 0) for step in steps) == 2  # one new prompt token and one decode
+    assert second.num_cached_tokens == 120
+    assert_exact(first)
+    assert_exact(second)
+
+
+def test_identical_prompts_share_in_the_same_step() -> None:
+    harness = Harness(budget=64)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    requests = [harness.add(prompt) for _ in range(4)]
+    assert harness.step() == {"r0": 9, "r1": 1, "r2": 1, "r3": 1}
+    harness.run()
+    for request in requests:
+        assert_exact(request)
+    assert [r.num_cached_tokens for r in requests] == [0, 8, 8, 8]
+    assert (harness.scheduler.prefix_queries, harness.scheduler.prefix_hits) == (36, 24)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_request_gets_the_same_tokens(caching: bool) -> None:
+    harness = Harness(num_blocks=12, budget=16, caching=caching)
+    requests = [harness.add([i] * 6, max_tokens=30) for i in range(4)]
+    harness.run()
+    assert harness.scheduler.num_preemptions > 0
+    assert requests[0].num_preemptions == 0  # the oldest always goes on
+    for request in requests:
+        assert_exact(request)
+    assert harness.scheduler.block_manager.num_free_blocks == 12
+
+
+def test_latest_is_preempted_first_and_resumes_first() -> None:
+    harness = Harness(num_blocks=9, budget=32, caching=False)
+    requests = [harness.add([i] * 8, max_tokens=20) for i in range(3)]
+    late = harness.add([7] * 4, max_tokens=2)
+    harness.run()
+    finished = [
+        max(i for i, step in enumerate(harness.runner.steps) for r in step if r[0] == f"r{k}")
+        for k in range(3)
+    ]
+    assert finished == sorted(finished)
+    assert requests[2].num_preemptions >= requests[1].num_preemptions >= requests[0].num_preemptions == 0
+    assert_exact(late)
+
+
+def test_request_that_needs_the_whole_pool_waits_and_runs() -> None:
+    harness = Harness(num_blocks=8, block_size=4, budget=64)
+    small = [harness.add([i] * 4, max_tokens=8) for i in range(3)]
+    large = harness.add([9] * 30, max_tokens=3)
+    after = harness.add([8] * 4, max_tokens=2)
+    harness.run()
+    for request in [*small, large, after]:
+        assert_exact(request)
+
+
+def test_arrival_steps() -> None:
+    harness = Harness()
+    early, late = harness.add([1], max_tokens=10), harness.add([2], max_tokens=2, arrival_step=4)
+    steps = harness.run()
+    assert [i for i, step in enumerate(steps) if "r1" in step] == [4, 5]
+    assert_exact(early)
+    assert_exact(late)
+
+
+def test_idle_steps_are_skipped() -> None:
+    harness = Harness()
+    harness.add([1], max_tokens=2)
+    harness.add([2], max_tokens=2, arrival_step=10**9)
+    aborted = harness.add([3], max_tokens=2, arrival_step=10**6)
+    harness.scheduler.finish(aborted)
+    assert len(harness.run()) == 4
+    assert harness.scheduler.step == 10**9 + 2
+
+
+def test_abort_frees_blocks_at_once_in_every_state() -> None:
+    harness = Harness(budget=8)
+    running, partly, waiting = harness.add([1, 2], 50), harness.add([3] * 40), harness.add([4] * 40)
+    future = harness.add([5], arrival_step=99)
+    harness.step()
+    assert [r.status.name for r in (running, partly, waiting, future)] == [
+        "RUNNING",
+        "RUNNING",
+        "WAITING",
+        "WAITING",
+    ]
+    for request in (waiting, partly, future, running):
+        harness.scheduler.finish(request)
+        harness.scheduler.finish(request)  # twice is harmless
+        harness.scheduler.check_integrity()
+    assert not harness.scheduler.has_unfinished
+    assert harness.scheduler.block_manager.num_free_blocks == 64
+    assert_exact_after = harness.add([3] * 40)
+    harness.run()
+    assert_exact(assert_exact_after)
+
+
+def test_reset_drops_everything_and_what_was_never_filled() -> None:
+    harness = Harness()
+    harness.add([1] * 9)
+    harness.add([2], arrival_step=50)
+    harness.scheduler.schedule()  # the step fails: its blocks are registered and not filled
+    harness.scheduler.reset()
+    harness.scheduler.check_integrity()
+    assert not harness.scheduler.has_unfinished
+    again = harness.add([1] * 9)
+    harness.run()
+    assert again.num_cached_tokens == 0
+    assert_exact(again)
+
+
+def test_pool_too_small_is_an_error_not_a_hang() -> None:
+    harness = Harness(num_blocks=2, block_size=4)
+    harness.add([1] * 9)
+    with pytest.raises(RuntimeError, match="nothing can run"):
+        harness.step()
+
+
+class Scheduling(RuleBasedStateMachine):
+    """Random arrivals, aborts and steps on small pools; prompts of three tokens, so that prefixes often meet."""
+
+    @initialize(
+        num_blocks=st.integers(6, 24),
+        block_size=st.sampled_from([1, 2, 3, 4]),
+        seqs=st.integers(1, 6),
+        budget=st.sampled_from([1, 2, 3, 5, 8, 16, 64]),
+        caching=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, seqs: int, budget: int, caching: bool) -> None:
+        self.harness = Harness(num_blocks, block_size, seqs, budget, caching)
+        self.requests: list[Request] = []
+        self.aborted: set[Request] = set()
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        wait=st.integers(0, 6),
+    )
+    def add(self, prompt: list[int], max_tokens: int, wait: int) -> None:
+        manager = self.harness.scheduler.block_manager
+        slots = manager.num_blocks * manager.block_size
+        prompt = prompt[:slots]
+        max_tokens = min(max_tokens, slots + 1 - len(prompt))
+        self.requests.append(self.harness.add(prompt, max_tokens, self.harness.scheduler.step + wait))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        if not request.is_finished:
+            self.aborted.add(request)
+            self.harness.scheduler.finish(request)
+            assert request.block_table == []
+
+    @precondition(lambda self: self.harness.scheduler.has_unfinished)
+    @rule(steps=st.integers(1, 5))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.harness.scheduler.has_unfinished:
+                oldest = next(iter(self.harness.scheduler._running), None)
+                counts = self.harness.step()
+                assert counts and (oldest is None or oldest.request_id in counts), "the oldest must go on"
+
+    @invariant()
+    def integrity(self) -> None:
+        self.harness.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.run()
+            for request in self.requests:
+                expected = tokens_alone(
+                    request.prompt_token_ids, request.max_num_tokens - request.num_prompt_tokens
+                )
+                if request in self.aborted:
+                    expected = expected[: request.num_output_tokens]
+                assert request.output_token_ids == expected
+            manager = self.harness.scheduler.block_manager
+            assert manager.num_free_blocks == manager.num_blocks
+
+
+TestScheduling = Scheduling.TestCase
+TestScheduling.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
