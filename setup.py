@@ -24,13 +24,21 @@ CORE_SOURCES = [
     "csrc/cpu/repack.cpp",
     "csrc/cpu/isa/scalar.cpp",
 ]
+CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
 # Only these flags may raise the instruction set, each for its own file: everything else must run on any x86-64.
 ISA_FLAGS = {
     "csrc/cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "csrc/cpu/isa/avx512_vnni.cpp": [
-        "-mavx2", "-mfma", "-mf16c",  # -mavx512f implies the first alone
-        "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni",
-        "-Wno-uninitialized", "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
+        "-mavx2",
+        "-mfma",
+        "-mf16c",  # -mavx512f implies the first alone
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512vnni",
+        "-Wno-uninitialized",
+        "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
     ],
 }
 CXX_FLAGS = [
@@ -63,7 +71,9 @@ class BuildExt(build_ext):
                 output_dir, macros, include_dirs, sources, depends, extra_postargs
             )
             cc_args = self.compiler._get_cc_args(pp_opts, debug, extra_preargs)
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
+            with ThreadPoolExecutor(
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+            ) as pool:
                 jobs = [
                     pool.submit(compile_with_isa_flags, obj, *build[obj], cc_args, extra_postargs, pp_opts)
                     for obj in objects
@@ -96,7 +106,7 @@ setup(
     ext_modules=[
         core_extension(),
         *cythonize(
-            [Extension("rvllm._gguf", ["rvllm/_gguf.pyx"]), Extension("rvllm._batch", ["rvllm/_batch.pyx"])],
+            [Extension(f"rvllm.{name}", [f"rvllm/{name}.pyx"]) for name in CYTHON_MODULES],
             build_dir="build",
             language_level=3,
         ),

@@ -165,7 +165,9 @@ class _Reader:
         num_heads = self.integer("attention.head_count", high=2**16)
         num_kv_heads = self.integer("attention.head_count_kv", default=num_heads, high=2**16)
         if "attention.key_length" not in self.keys() and hidden_size % num_heads:
-            raise self.fail("attention.head_count", f"{num_heads} heads do not divide the width of {hidden_size}")
+            raise self.fail(
+                "attention.head_count", f"{num_heads} heads do not divide the width of {hidden_size}"
+            )
         head_dim = self.integer("attention.key_length", default=hidden_size // num_heads, high=4096)
         value_dim = self.integer("attention.value_length", default=head_dim, high=4096)
         intermediate_size = self.integer("feed_forward_length", high=2**24)
@@ -184,7 +186,8 @@ class _Reader:
         ):
             if self.rows(tensor) not in (0, rows):
                 raise self.fail(
-                    key, f"{value} does not fit {tensor}.weight, which has {self.rows(tensor)} rows, not {rows}"
+                    key,
+                    f"{value} does not fit {tensor}.weight, which has {self.rows(tensor)} rows, not {rows}",
                 )
         for name in self.gguf.tensors:
             parts = name.split(".")

@@ -134,7 +134,12 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
     available = available_cpus()
     num_threads = available if config.num_threads is None else config.num_threads
     if num_threads > available:
-        logger.warning("num_threads %d is more than the %d processors available; using %d", num_threads, available, available)
+        logger.warning(
+            "num_threads %d is more than the %d processors available; using %d",
+            num_threads,
+            available,
+            available,
+        )
         num_threads = available
     return _core.CpuBackend(num_threads, config.isa or "")
 
@@ -150,7 +155,9 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> 
         if len(tensor.shape) > 2:
             raise GGUFError(f"{gguf.path}: {name}: {len(tensor.shape)} dimensions, expected 1 or 2")
         if not _core.supports_type(tensor.type_id):
-            raise GGUFError(f"{gguf.path}: {name}: type {tensor.type.name} ({tensor.type_id}) is not supported")
+            raise GGUFError(
+                f"{gguf.path}: {name}: type {tensor.type.name} ({tensor.type_id}) is not supported"
+            )
         rows, cols = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
         return tensor.type_id, rows, cols, tensor.data
 
@@ -165,5 +172,7 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> 
     except ValueError as error:
         raise GGUFError(f"{gguf.path}: {error}") from None
     if unused:
-        logger.warning("%s: %d tensors are not used: %s", gguf.path, len(unused), ", ".join(sorted(unused)[:5]))
+        logger.warning(
+            "%s: %d tensors are not used: %s", gguf.path, len(unused), ", ".join(sorted(unused)[:5])
+        )
     return model

@@ -50,7 +50,10 @@ def _cgroup_directories(controller: str) -> list[Path]:
             continue
         root = _CGROUP_ROOT / controller if controllers else _CGROUP_ROOT
         group = root / path.lstrip("/")
-        directories += [group, *(parent for parent in group.parents if parent == root or root in parent.parents)]
+        directories += [
+            group,
+            *(parent for parent in group.parents if parent == root or root in parent.parents),
+        ]
     return directories
 
 

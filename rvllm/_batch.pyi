@@ -1,0 +1,5 @@
+from typing import Any
+
+from rvllm.request import Request
+
+def fill(scheduled: list[tuple[Request, int]], block_size: int) -> tuple[Any, ...]: ...
