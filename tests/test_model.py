@@ -1,0 +1,149 @@
+"""The whole transformer on tiny models: near the reference, and the same bits on every ISA, in any company."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+from numpy.typing import NDArray
+from tiny_gguf import write_tiny_model
+
+from rvllm import _core
+from rvllm.config import EngineConfig, ModelConfig
+from rvllm.gguf_file import GGUFError, GGUFFile
+from rvllm.model_runner import ModelRunner
+
+ISAS = _core.available_isas()
+TOKENS = [int(t) for t in np.random.default_rng(7).integers(0, 256, 70)]
+
+MODELS = {
+    "llama": {"arch": "llama"},
+    "llama untied": {"arch": "llama", "tied": False},
+    "llama heads of 32": {"arch": "llama", "head_dim": 32, "heads": 6, "kv_heads": 3},
+    "llama rope_freqs": {"arch": "llama", "rope_freqs": [1, 1, 1, 1, 8, 8, 8, 8]},
+    "llama linear rope": {
+        "arch": "llama",
+        "metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    },
+    "qwen2": {"arch": "qwen2"},
+    "qwen3": {"arch": "qwen3", "head_dim": 32},
+    "gemma3": {"arch": "gemma3", "layers": 7, "sliding_window": 24, "kv_heads": 1},
+}
+
+
+def load(path: Path, **config: object) -> ModelRunner:
+    gguf = GGUFFile(path)
+    return ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig(num_blocks=96, **config))  # type: ignore[arg-type]
+
+
+def logits(path: Path, tokens: list[int] = TOKENS, **config: object) -> NDArray[np.float32]:
+    runner = load(path, **config)
+    return runner.get_logits(tokens, range(1, 1 + -(-len(tokens) // runner.block_size)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_the_reference(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, **MODELS[name])
+    out, expected = logits(path), reference.forward(path, TOKENS)
+    # K and V are kept in f16, which is what is left of the difference.
+    assert np.abs(out - expected).max() < 0.02 * expected.std()
+    assert (out.argmax(1) == expected.argmax(1)).mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "quant", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+)
+def test_every_type_runs_a_whole_model(tmp_path: Path, quant: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, quant=quant)
+    out, expected = logits(path), reference.forward(path, TOKENS, int8=True)
+    # The reference quantizes activations as the kernels do, but a value at the edge of a step may fall either way.
+    assert np.abs(out - expected).max() < 0.2 * expected.std()
+    assert np.abs(out - expected).mean() < 0.02 * expected.std()
+
+
+def test_types_may_be_mixed_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    quant = {
+        "*.attn_v.*": "Q6_K",
+        "*.attn_q.*": "Q4_0",
+        "*.ffn_down.*": "F16",
+        "token_embd*": "Q8_0",
+        "*": "Q4_K",
+    }
+    write_tiny_model(path, quant=quant, tied=False)
+    out, expected = logits(path), reference.forward(path, TOKENS, int8=True)
+    assert np.abs(out - expected).mean() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_same_bits_on_every_isa_thread_count_and_chunk_size(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, quant="Q4_1", **MODELS[name])
+    alone = logits(path, isa="scalar", num_threads=1)
+    for isa in ISAS:
+        for threads in (1, 2):
+            np.testing.assert_array_equal(logits(path, isa=isa, num_threads=threads), alone)
+    for chunk in (1, 7, 16, 33, 69):
+        np.testing.assert_array_equal(logits(path, max_num_batched_tokens=chunk), alone)
+    for block_size in (1, 5, 32):
+        np.testing.assert_array_equal(logits(path, block_size=block_size), alone)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("blk.1.ffn_up.weight", r"blk\.1\.ffn_up\.weight: tensor is missing"),
+        ("output_norm.weight", r"output_norm\.weight: tensor is missing"),
+        ("token_embd.weight", r"token_embd\.weight: tensor is missing"),
+        ("blk.0.attn_k.bias", r"blk\.0\.attn_q\.bias: some of the matrices beside it have a bias"),
+    ],
+)
+def test_missing_tensor_is_named(tmp_path: Path, tensor: str, message: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, arch="qwen2")
+    gguf = GGUFFile(path)
+    del gguf.tensors[tensor]
+    with pytest.raises(GGUFError, match=message):
+        ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig())
+
+
+def test_unused_tensor_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path)
+    gguf = GGUFFile(path)
+    gguf.tensors["foo"] = gguf.tensors["output_norm.weight"]
+    ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig(num_blocks=4))
+    assert "1 tensors are not used: foo" in caplog.text
+
+
+def test_bad_batches_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path)
+    runner = load(path)
+    for tokens, table, message in (
+        ([1, 2, 999], [0], "token id 999 is outside the vocabulary"),
+        ([1, 2, -1], [0], "token id -1 is outside the vocabulary"),
+        ([1, 2, 3], [96], "slot 1536 is outside the 96 blocks of 16"),
+        ([1, 2, 3], [-1], "slot -16 is outside the 96 blocks of 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.get_logits(tokens, table)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"device": "tpu"}, "device must be 'cpu', not 'tpu'"),
+        ({"kv_cache_memory": 10}, "kv_cache_memory of 10 bytes is less than one block of"),
+        ({"num_blocks": 2**29}, "a KV cache of 536870912 blocks needs"),
+        ({"isa": "neon" if "neon" not in ISAS else "amx"}, "is not available here"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path: Path, setting: dict[str, object], message: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path)
+    gguf = GGUFFile(path)
+    with pytest.raises(ValueError, match=message):
+        ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig(**setting))  # type: ignore[arg-type]
