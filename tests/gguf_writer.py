@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STR, ARR, U64, I64, F64 = range(13)
-_DTYPES = {
+_DTYPES: dict[int, np.dtype[Any]] = {
     U8: np.dtype("u1"),
     I8: np.dtype("i1"),
     U16: np.dtype("<u2"),
