@@ -6,6 +6,7 @@ A family of models is a row of ARCHITECTURES and flags in ModelConfig, never a b
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -178,9 +179,10 @@ class _Reader:
             )
         if value_dim != head_dim:
             raise self.fail("attention.value_length", f"{value_dim} differs from the key length {head_dim}")
+        length = f"of attention.key_length {head_dim}"
         for key, value, tensor, rows in (
-            ("attention.head_count", num_heads, "blk.0.attn_q", num_heads * head_dim),
-            ("attention.head_count_kv", num_kv_heads, "blk.0.attn_k", num_kv_heads * head_dim),
+            ("attention.head_count", f"{num_heads} {length}", "blk.0.attn_q", num_heads * head_dim),
+            ("attention.head_count_kv", f"{num_kv_heads} {length}", "blk.0.attn_k", num_kv_heads * head_dim),
             ("feed_forward_length", intermediate_size, "blk.0.ffn_gate", intermediate_size),
             ("embedding_length", hidden_size, "blk.0.ffn_down", hidden_size),
         ):
@@ -189,10 +191,11 @@ class _Reader:
                     key,
                     f"{value} does not fit {tensor}.weight, which has {self.rows(tensor)} rows, not {rows}",
                 )
-        for name in self.gguf.tensors:
-            parts = name.split(".")
-            if parts[0] == "blk" and parts[1].isdecimal() and int(parts[1]) >= num_layers:
-                raise self.fail("block_count", f"{num_layers} layers, but the file has {name}")
+        blocks = {int(name.split(".")[1]) for name in self.gguf.tensors if re.match(r"blk\.\d+\.", name)}
+        if blocks and max(blocks) + 1 != num_layers:
+            raise self.fail(
+                "block_count", f"{num_layers} layers, but the file has tensors for {max(blocks) + 1}"
+            )
         inv_freq, layers = self.rope(family, num_layers, head_dim)
         return ModelConfig(
             architecture=self.architecture,

@@ -1,0 +1,147 @@
+"""Hyper-parameters of a file are checked against their limits and its tensors; settings against theirs."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_writer import Typed
+from tiny_gguf import write_tiny_model
+
+from rvllm.config import EngineConfig, ModelConfig
+from rvllm.gguf_file import GGUFError, GGUFFile
+
+ARRAY, F32, U32, U64 = 9, 6, 4, 10
+
+
+def config(path: Path, drop: str | None = None, **changes: object) -> ModelConfig:
+    """Config of a tiny model whose keys are changed: underscores stand for dots."""
+    write_tiny_model(path, hidden=96, heads=6, kv_heads=2)
+    gguf = GGUFFile(path)
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        del gguf.metadata[f"llama.{key}"]
+    if drop:
+        del gguf.metadata[f"llama.{drop}"]
+    for key, value in changes.items():
+        gguf.metadata[f"llama.{key}"] = value
+    return ModelConfig.from_gguf(gguf)
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    c = config(tmp_path / "m.gguf")
+    assert (c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim) == (2, 96, 6, 2, 16)
+    assert (c.intermediate_size, c.context_length, c.layers) == (96, 512, ((0, 0), (0, 0)))
+    assert c.attention_scale == 0.25
+    np.testing.assert_allclose(c.inv_freq[0], 10_000.0 ** -(np.arange(0, 16, 2) / 16))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("attention.head_count", v) for v in (0, 7, 2**31, -1, "6", 6.0, True)],
+        *[("attention.head_count_kv", v) for v in (0, 3, 4, 12)],
+        *[("block_count", v) for v in (0, 1, 3, 10**9, "2")],
+        *[("embedding_length", v) for v in (0, 97, 192)],
+        *[("feed_forward_length", v) for v in (0, 1, 95)],
+        *[("context_length", v) for v in (0, -5, "512")],
+        *[("attention.layer_norm_rms_epsilon", v) for v in (0.0, -1e-5, math.nan, math.inf, "1e-5")],
+        *[("rope.freq_base", v) for v in (0.0, -1.0, math.nan)],
+        *[("rope.dimension_count", v) for v in (0, 15, 17, 32, 128)],
+        *[("attention.key_length", v) for v in (0, 32, 15)],
+        ("attention.value_length", 8),
+        ("rope.scaling.type", "yarn"),
+        ("attention.head_count", np.array([6] * 3)),
+        ("attention.head_count", np.array([6, 5])),
+        ("attention.head_count", np.array([6.0, 6.0])),
+    ],
+)
+def test_bad_hyper_parameter_is_named(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(GGUFError) as error:
+        config(tmp_path / "m.gguf", **{key: value})
+    message = str(error.value)
+    assert "\n" not in message and str(tmp_path) in message
+    # Without a key_length, a wrong width shows as heads that do not fit it.
+    assert key in message or key == "embedding_length", message
+
+
+@pytest.mark.parametrize(
+    "key", ["attention.layer_norm_rms_epsilon", "block_count", "feed_forward_length", "context_length"]
+)
+def test_missing_hyper_parameter_is_named(tmp_path: Path, key: str) -> None:
+    with pytest.raises(GGUFError, match=f"llama.{key}: missing"):
+        config(tmp_path / "m.gguf", drop=key)
+
+
+def test_absent_kv_heads_must_fit_the_tensors(tmp_path: Path) -> None:
+    with pytest.raises(
+        GGUFError, match=r"head_count_kv: 6 of attention.key_length 16 does not fit blk.0.attn_k.weight"
+    ):
+        config(tmp_path / "m.gguf", drop="attention.head_count_kv")
+
+
+def test_defaults(tmp_path: Path) -> None:
+    assert config(tmp_path / "m.gguf", drop="rope.freq_base").inv_freq[0][1] == pytest.approx(
+        10_000 ** (-1 / 8)
+    )
+    per_layer = {"attention.head_count": np.array([6, 6], np.uint32)}
+    assert config(tmp_path / "m.gguf", **per_layer).num_heads == 6
+    assert config(tmp_path / "m.gguf", context_length=2**40).context_length == 2**30
+
+
+def test_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_model(path)
+    gguf = GGUFFile(path)
+    gguf.metadata["general.architecture"] = "nope"
+    with pytest.raises(
+        GGUFError, match="general.architecture: 'nope' is not supported; supported: gemma3, llama, qwen2"
+    ):
+        ModelConfig.from_gguf(gguf)
+
+
+def test_vocabulary_must_fit_the_embedding(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_model(path)
+    gguf = GGUFFile(path)
+    gguf.metadata["tokenizer.ggml.tokens"] = gguf.metadata["tokenizer.ggml.tokens"][:-1]
+    with pytest.raises(
+        GGUFError, match="tokenizer.ggml.tokens: 25. tokens, but token_embd.weight has 26. rows"
+    ):
+        ModelConfig.from_gguf(gguf)
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0] * 9, [0.0] * 8, [math.nan] * 8])
+def test_rope_factors_are_checked(tmp_path: Path, factors: list[float]) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_model(path, rope_freqs=factors)
+    with pytest.raises(GGUFError, match=r"rope_freqs\.weight"):
+        ModelConfig.from_gguf(GGUFFile(path))
+
+
+def test_gemma3_layers(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_tiny_model(path, arch="gemma3", layers=7, sliding_window=24)
+    c = ModelConfig.from_gguf(GGUFFile(path))
+    assert c.layers == ((1, 24),) * 5 + ((0, 0), (1, 24))
+    assert c.embedding_scale == 8.0 and c.gelu and c.qk_norm and c.post_norms and not c.rope_interleaved
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "limit"),
+    [
+        ("block_size", 0, "between 1 and 4096, not 0"),
+        ("max_num_seqs", -1, "not -1"),
+        ("max_num_batched_tokens", 0, "not 0"),
+        ("max_model_len", 0, "not 0"),
+        ("num_blocks", 0, "not 0"),
+        ("num_threads", 0, "not 0"),
+        ("kv_cache_memory", 0, "not 0"),
+        ("seed", -1, "not -1"),
+        ("max_num_seqs", 1.5, "an integer, not 1.5"),
+        ("max_num_seqs", True, "an integer, not True"),
+        ("block_size", None, "an integer, not None"),
+    ],
+)
+def test_bad_setting_is_named(setting: str, value: object, limit: str) -> None:
+    with pytest.raises(ValueError, match=f"{setting} must be .*{limit}"):
+        EngineConfig(**{setting: value})  # type: ignore[arg-type]
