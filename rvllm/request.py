@@ -135,6 +135,17 @@ class CompletionOutput:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    def add(self, new: CompletionOutput) -> None:
+        """Appends what is new of the same choice."""
+        self.text += new.text
+        self.token_ids += new.token_ids
+        if new.logprobs is not None and new.cumulative_logprob is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += new.logprobs
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + new.cumulative_logprob
+        self.finish_reason = new.finish_reason
+        self.stop_reason = new.stop_reason
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -151,3 +162,10 @@ class RequestOutput:
     num_cached_tokens: int
     outputs: list[CompletionOutput]
     finished: bool
+
+    def add(self, new: RequestOutput) -> None:
+        """Appends what is new of the same request; outputs must hold every choice, in order."""
+        for completion in new.outputs:
+            self.outputs[completion.index].add(completion)
+        self.num_cached_tokens = new.num_cached_tokens
+        self.finished = new.finished

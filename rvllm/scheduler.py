@@ -15,12 +15,15 @@ from rvllm.request import Request, RequestStatus
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: the requests that take part, each with its number of tokens (num_scheduled_tokens).
+    """One step. scheduled: the requests that take part, each with its number of tokens.
 
-    A request samples in this step if these are its last known tokens.
+    A request samples in this step if these are its last known tokens. num_decode_tokens counts the tokens that
+    were sampled in an earlier step and are new to the model, num_prefill_tokens all others.
     """
 
     scheduled: list[tuple[Request, int]]
+    num_prefill_tokens: int
+    num_decode_tokens: int
 
 
 class Scheduler:
@@ -107,7 +110,11 @@ class Scheduler:
         if not scheduled and (self._running or self._waiting):
             raise RuntimeError(f"nothing can run: {self.num_running} running, {self.num_waiting} waiting")
         self.step += 1
-        return SchedulerOutput(scheduled)
+        num_tokens = sum(count for _, count in scheduled)
+        num_decode_tokens = sum(
+            r.num_output_tokens > 0 and r.num_computed_tokens == r.num_tokens - 1 for r, _ in scheduled
+        )
+        return SchedulerOutput(scheduled, num_tokens - num_decode_tokens, num_decode_tokens)
 
     def update(self, output: SchedulerOutput) -> list[Request]:
         """Records that the step has been computed; returns the requests that have sampled, in order."""

@@ -224,7 +224,7 @@ def test_pool_too_small_is_an_error_not_a_hang() -> None:
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Random arrivals, aborts and steps on small pools; prompts of three tokens, so that prefixes often meet."""
+    """Random arrivals, aborts and steps on small pools; prompts of three tokens, so that prefixes meet."""
 
     @initialize(
         num_blocks=st.integers(6, 24),

@@ -1,0 +1,86 @@
+"""RequestGroup: the choices of one prompt, and how the tokens of each become text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rvllm.detokenizer import Detokenizer
+from rvllm.request import CompletionOutput, Logprob, Request, RequestOutput, SampledToken
+from rvllm.stop_checker import StopChecker
+
+if TYPE_CHECKING:
+    from rvllm.tokenizer import Tokenizer
+
+
+class Choice:
+    """A request, the state of its text, and the rules that end it."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self.request = request
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stop_checker = StopChecker(params.stop_strings, params.include_stop_str_in_output)
+        self._eog_token_ids = frozenset() if params.ignore_eos else tokenizer.eog_token_ids
+        self._stop_token_ids = frozenset(params.stop_token_ids or ())
+
+    def append(self, token: SampledToken) -> CompletionOutput:
+        """Adds a token; returns it with the text that is now certain, and finish_reason if it was the last."""
+        request, params, token_id = self.request, self.request.params, token.token_id
+        request.token_ids.append(token_id)
+        is_eog = token_id in self._eog_token_ids
+        is_stop = not is_eog and token_id in self._stop_token_ids
+        is_last = is_eog or is_stop or request.num_tokens >= request.max_num_tokens
+        is_hidden = is_eog or (is_stop and not params.include_stop_str_in_output)
+        text = "" if is_hidden else self._detokenizer.push(token_id)
+        if is_last:
+            text += self._detokenizer.finish()
+        text, stop = self._stop_checker.push(text, search=request.num_output_tokens > params.min_tokens)
+        if stop is not None:
+            request.finish_reason, request.stop_reason = "stop", stop
+        elif is_last:
+            text += self._stop_checker.finish()
+            request.finish_reason = "stop" if is_eog or is_stop else "length"
+            request.stop_reason = token_id if is_stop else None
+        logprobs = self._logprobs(token)
+        return CompletionOutput(
+            index=request.index,
+            text=text,
+            token_ids=[token_id],
+            logprobs=None if logprobs is None else [logprobs],
+            cumulative_logprob=None if logprobs is None else logprobs[token_id].logprob,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _logprobs(self, token: SampledToken) -> dict[int, Logprob] | None:
+        if token.logprobs is None:
+            return None
+        text = self._tokenizer.token_text
+        return {i: Logprob(logprob, rank, text(i)) for i, (logprob, rank) in token.logprobs.items()}
+
+
+class RequestGroup:
+    """The n choices of one prompt. prompt: its text, None where it was given as token ids."""
+
+    def __init__(self, prompt: str | None, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
+        self.request_id = requests[0].request_id
+        self.prompt = prompt
+        self.prompt_token_ids = requests[0].prompt_token_ids
+        self.choices = [Choice(request, tokenizer) for request in requests]
+
+    def empty_output(self) -> RequestOutput:
+        """What the outputs of the group's steps can be added to."""
+        return self.output([CompletionOutput(i, "", [], None, None) for i in range(len(self.choices))])
+
+    def output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        requests = [choice.request for choice in self.choices]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            num_cached_tokens=requests[0].num_cached_tokens,
+            outputs=completions,
+            finished=all(request.is_finished for request in requests),
+        )
