@@ -1,0 +1,237 @@
+"""LLM: the offline API. One model, many prompts, answers in order."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+from rvllm.chat_template import ChatTemplate, ChatTemplateError
+from rvllm.config import EngineConfig, ModelConfig
+from rvllm.engine import LLMEngine
+from rvllm.gguf_file import GGUFFile
+from rvllm.model_runner import ModelRunner
+from rvllm.models import resolve_model
+from rvllm.request import RequestOutput
+from rvllm.request_group import RequestGroup
+from rvllm.sampling_params import SamplingParams
+from rvllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Prompt: TypeAlias = "str | list[int]"
+Message: TypeAlias = Mapping[str, Any]
+
+FEW_PROMPTS = 4  # no progress bar up to here
+
+
+class LLM:
+    """Loads a GGUF model and answers prompts.
+
+    model: a path, a name or source that `rvllm pull` takes, or None for the default model.
+    tokenizer: a tokenizer.json to use instead of the one in the model file.
+    max_model_len: most tokens of prompt and answer together; None: what the model was trained for.
+    max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens computed in one step.
+    num_blocks, kv_cache_memory (bytes): size of the KV cache; None: from the machine's free memory.
+    num_threads: None: the processors this process may use.
+    isa: scalar, avx2, avx512_vnni, amx or neon; None: $RVLLM_ISA, else the best that the machine has.
+    seed: from which requests without a seed of their own get theirs; None: a random one.
+
+    Raises ModelError (no such model), GGUFError and TokenizerError (a bad file; both are ValueErrors), and
+    ValueError for a setting that is out of range or cannot be had.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        device: str = "cpu",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        enable_prefix_caching: bool = True,
+        num_threads: int | None = None,
+        isa: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        engine_config = EngineConfig(
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_cache_memory=kv_cache_memory,
+            enable_prefix_caching=enable_prefix_caching,
+            num_threads=num_threads,
+            isa=isa,
+            seed=seed,
+        )
+        with GGUFFile(resolve_model(model)) as gguf:
+            model_config = ModelConfig.from_gguf(gguf)
+            if tokenizer is None:
+                self.tokenizer = Tokenizer.from_gguf(gguf.metadata)
+            else:
+                self.tokenizer = Tokenizer.from_file(tokenizer, gguf.metadata)
+            self.chat_template = ChatTemplate.from_gguf(gguf.metadata, self.tokenizer)
+            runner = ModelRunner(gguf, model_config, engine_config)
+        self.engine = LLMEngine(model_config, engine_config, self.tokenizer, runner)
+        self._request_numbers = itertools.count()
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        arrival_steps: Sequence[int] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers prompts (text or token ids), all of them at a time; results are in the order of the prompts.
+
+        sampling_params: one for all, or one for each prompt. arrival_steps: for each prompt, the step from now
+        in which it joins. use_tqdm: show a progress bar, if standard error is a terminal and prompts are many.
+        Raises ValueError, before anything runs, for a bad prompt, naming its index.
+        """
+        return self._collect(self._prepare(prompts, sampling_params, arrival_steps), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        arrival_steps: Sequence[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As generate(), but yields what is new as it comes; request_id is the index of the prompt.
+
+        The prompts are checked at once and run as the iterator is read; closing it drops what is unfinished.
+        """
+        return self._follow(self._prepare(prompts, sampling_params, arrival_steps))
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, each a list of {"role", "content"}, by the model's template.
+
+        Raises ChatTemplateError, a ValueError, for messages the template refuses or a model without one.
+        """
+        one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        prompts = [self.encode_chat(c, add_generation_prompt, **template_arguments) for c in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def encode_chat(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_arguments: Any
+    ) -> list[int]:
+        """Token ids of a conversation. Control tokens come from the template only, never from the messages."""
+        if self.chat_template is None:
+            raise ChatTemplateError("the model has no chat template")
+        return self.chat_template.encode_chat(
+            self.tokenizer, messages, add_generation_prompt, **template_arguments
+        )
+
+    def get_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [T, vocab_size] float32 at every position of token_ids. Raises ValueError on bad ids."""
+        return self.engine.get_logits(token_ids)
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        arrival_steps: Sequence[int] | None,
+    ) -> list[RequestGroup]:
+        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
+        prompt_list = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        count = len(prompt_list)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * count
+        arrival_steps = [0] * count if arrival_steps is None else arrival_steps
+        for name, values in (("sampling_params", sampling_params), ("arrival_steps", arrival_steps)):
+            if len(values) != count:
+                raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
+        groups = []
+        for i, (prompt, params, step) in enumerate(
+            zip(prompt_list, sampling_params, arrival_steps, strict=True)
+        ):
+            try:
+                groups.append(self.engine.prepare(f"llm-{next(self._request_numbers)}", prompt, params, step))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from None
+        return groups
+
+    def _follow(self, groups: Sequence[RequestGroup]) -> Iterator[RequestOutput]:
+        """Runs the engine until all groups are finished; yields their outputs, with the index as request_id.
+
+        Several may be followed in turn: each step's outputs go to the inbox of whoever follows the request.
+        """
+        inbox: deque[RequestOutput] = deque()
+        index_of = {group.request_id: i for i, group in enumerate(groups)}
+        try:
+            for group in groups:
+                self._inboxes[group.request_id] = inbox
+                self.engine.submit(group)
+            while index_of:
+                while not inbox:
+                    if not self.engine.has_unfinished:
+                        raise RuntimeError("the requests were dropped when a step of others failed")
+                    for output in self.engine.step():
+                        self._inboxes[output.request_id].append(output)
+                output = inbox.popleft()
+                request_id = output.request_id
+                output.request_id = str(index_of[request_id])
+                if output.finished:
+                    del index_of[request_id], self._inboxes[request_id]
+                yield output
+        finally:
+            for request_id in index_of:
+                self.engine.abort(request_id)
+                self._inboxes.pop(request_id, None)
+
+    def _collect(self, groups: Sequence[RequestGroup], use_tqdm: bool) -> list[RequestOutput]:
+        results = [group.empty_output() for group in groups]
+        with _progress(len(groups), use_tqdm) as show:
+            for output in self._follow(groups):
+                results[int(output.request_id)].add(output)
+                show(output)
+        return results
+
+
+@contextmanager
+def _progress(count: int, wanted: bool) -> Iterator[Callable[[RequestOutput], None]]:
+    """A progress bar over `count` prompts that is shown the outputs as they come."""
+    if not wanted or count <= FEW_PROMPTS or not sys.stderr.isatty():
+        yield lambda output: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=count, tokens=0)
+        tokens = 0
+
+        def show(output: RequestOutput) -> None:
+            nonlocal tokens
+            tokens += sum(len(completion.token_ids) for completion in output.outputs)
+            bar.update(task, advance=output.finished, tokens=tokens)
+
+        yield show
