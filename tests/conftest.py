@@ -1,0 +1,32 @@
+"""Fixtures shared by all tests: the real models, fetched once into rvllm's normal cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rvllm.models import DEFAULT_MODEL, ModelError, pull
+
+
+def fetch(name: str) -> Path:
+    try:
+        return pull(name)
+    except ModelError as error:
+        # In CI a model that cannot be had is a failure: a suite that skips its main tests must not look green.
+        if os.environ.get("CI"):
+            pytest.fail(str(error), pytrace=False)
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct in Q4_1 and Q8_0, BPE tokenizer, with a chat template: the default model."""
+    return fetch(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """Gemma 3 270M in Q4_K, Q5_0, Q6_K and Q8_0, SentencePiece tokenizer, no chat template."""
+    return fetch("gemma3-270m-q4_k_m")
