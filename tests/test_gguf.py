@@ -235,7 +235,7 @@ def test_odd_names_under_any_locale(tmp_path: Path, locale: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "LC_ALL": locale.replace("ascii", "C")}
     if locale == "ascii":
         env |= {"PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    command = [sys.executable, "-c", OPEN, *good, "link", *broken]
+    command = [sys.executable, "-c", OPEN, *map(str, good), "link", *map(str, broken)]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, timeout=60)
     assert result.stdout.split() == [b"4"] * (len(good) + 1), result.stderr
     lines = result.stderr.splitlines()
