@@ -32,41 +32,46 @@ ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_.store(true);
-    generation_.fetch_add(1);
   }
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
 
-void ThreadPool::take_ranges(int thread) {
-  for (;;) {
-    const int64_t begin = next_.fetch_add(grain_, std::memory_order_relaxed);
-    if (begin >= count_) return;
-    (*body_)(begin, std::min(begin + grain_, count_), thread);
+void ThreadPool::take_ranges(uint32_t generation, int thread) {
+  uint64_t state = state_.load(std::memory_order_acquire);
+  while (state >> 32 == generation && uint32_t(state) != 0) {
+    const auto* body = body_.load(std::memory_order_relaxed);
+    const int64_t count = count_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
+    if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    const int64_t begin = int64_t(uint32_t(state) - 1) * grain;
+    (*body)(begin, std::min(begin + grain, count), thread);
+    finished_.fetch_add(1, std::memory_order_release);
+    state = state_.load(std::memory_order_acquire);
   }
 }
 
 void ThreadPool::parallel_for(int64_t count, int64_t grain,
                               const std::function<void(int64_t, int64_t, int)>& body) {
   if (count <= 0) return;
-  if (workers_.empty() || count <= grain) {
+  const int64_t ranges = (count + grain - 1) / grain;
+  if (workers_.empty() || ranges == 1) {
     for (int64_t begin = 0; begin < count; begin += grain) body(begin, std::min(begin + grain, count), 0);
     return;
   }
-  body_ = &body;
-  count_ = count;
-  grain_ = grain;
-  next_.store(0, std::memory_order_relaxed);
-  busy_.store(int(workers_.size()), std::memory_order_relaxed);
+  body_.store(&body, std::memory_order_relaxed);
+  count_.store(count, std::memory_order_relaxed);
+  grain_.store(grain, std::memory_order_relaxed);
+  finished_.store(0, std::memory_order_relaxed);
+  const uint32_t generation = uint32_t(state_.load(std::memory_order_relaxed) >> 32) + 1;
   bool wake;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    generation_.fetch_add(1, std::memory_order_release);
+    state_.store(uint64_t(generation) << 32 | uint64_t(ranges), std::memory_order_release);
     wake = sleepers_ > 0;
   }
   if (wake) wake_.notify_all();
-  take_ranges(0);
-  for (int spin = 0; busy_.load(std::memory_order_acquire) != 0; ++spin) {
+  take_ranges(generation, 0);
+  for (int spin = 0; finished_.load(std::memory_order_acquire) != ranges; ++spin) {
     if (spin < spins_)
       pause();
     else
@@ -75,19 +80,19 @@ void ThreadPool::parallel_for(int64_t count, int64_t grain,
 }
 
 void ThreadPool::work(int thread) {
-  uint64_t seen = 0;
+  uint32_t seen = 0;
+  const auto idle = [&] { return uint32_t(state_.load(std::memory_order_acquire) >> 32) == seen && !stopping_.load(); };
   for (;;) {
-    for (int spin = 0; spin < spins_ && generation_.load(std::memory_order_acquire) == seen; ++spin) pause();
-    if (generation_.load(std::memory_order_acquire) == seen) {
+    for (int spin = 0; spin < spins_ && idle(); ++spin) pause();
+    if (idle()) {
       std::unique_lock<std::mutex> lock(mutex_);
       ++sleepers_;
-      wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+      wake_.wait(lock, [&] { return !idle(); });
       --sleepers_;
     }
-    seen = generation_.load(std::memory_order_acquire);
     if (stopping_.load()) return;
-    take_ranges(thread);
-    busy_.fetch_sub(1, std::memory_order_release);
+    seen = uint32_t(state_.load(std::memory_order_acquire) >> 32);
+    take_ranges(seen, thread);
   }
 }
 

@@ -26,14 +26,17 @@ class ThreadPool {
 
  private:
   void work(int thread);
-  void take_ranges(int thread);
+  void take_ranges(uint32_t generation, int thread);
 
   std::vector<std::thread> workers_;
-  const std::function<void(int64_t, int64_t, int)>* body_ = nullptr;
-  int64_t count_ = 0, grain_ = 1;
-  std::atomic<int64_t> next_{0};
-  std::atomic<int> busy_{0};
-  std::atomic<uint64_t> generation_{0};
+  // The loop under way. Written while no range is left to take, so only who takes one may trust what it read.
+  std::atomic<const std::function<void(int64_t, int64_t, int)>*> body_{nullptr};
+  std::atomic<int64_t> count_{0}, grain_{1};
+  // Generation of the loop in the high half, ranges not yet taken in the low half: one compare-and-swap takes a range of
+  // the right loop or none. So the caller never waits for a thread that has not started, which on a busy machine may
+  // take milliseconds to be scheduled; it does the work itself.
+  std::atomic<uint64_t> state_{0};
+  std::atomic<int64_t> finished_{0};  // ranges of the loop under way
   std::atomic<bool> stopping_{false};
   int spins_;
   int sleepers_ = 0;  // guarded by mutex_
