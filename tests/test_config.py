@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_writer import Typed
 from tiny_gguf import write_tiny_model
 
 from rvllm.config import EngineConfig, ModelConfig
@@ -94,7 +93,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> No
     gguf = GGUFFile(path)
     gguf.metadata["general.architecture"] = "nope"
     with pytest.raises(
-        GGUFError, match="general.architecture: 'nope' is not supported; supported: gemma3, llama, qwen2"
+        GGUFError, match=r"general\.architecture: 'nope' is not supported; supported: gemma3, llama, qwen2"
     ):
         ModelConfig.from_gguf(gguf)
 
@@ -105,7 +104,7 @@ def test_vocabulary_must_fit_the_embedding(tmp_path: Path) -> None:
     gguf = GGUFFile(path)
     gguf.metadata["tokenizer.ggml.tokens"] = gguf.metadata["tokenizer.ggml.tokens"][:-1]
     with pytest.raises(
-        GGUFError, match="tokenizer.ggml.tokens: 25. tokens, but token_embd.weight has 26. rows"
+        GGUFError, match=r"tokenizer\.ggml\.tokens: 25. tokens, but token_embd\.weight has 26. rows"
     ):
         ModelConfig.from_gguf(gguf)
 

@@ -145,7 +145,7 @@ def test_logprobs_are_the_models_own(temperature: float) -> None:
         assert entries[0][0] == token
         assert [i for i, _, _ in entries[1:]] == list(np.argsort(-LOGITS)[:5])
         assert [rank for _, _, rank in entries[1:]] == [1, 2, 3, 4, 5]
-        assert entries[0][2] == 1 + (LOGITS > LOGITS[token]).sum()
+        assert entries[0][2] == 1 + (LOGITS[token] < LOGITS).sum()
         for i, logprob, _ in entries:
             assert logprob == pytest.approx(log_p[i], abs=2e-6)
             assert logprob <= 0
