@@ -120,10 +120,10 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     The product is exact in float64. Its sum with c is rounded to odd there: with two bits to spare, rounding
     that gives the same as rounding once. Boldo and Melquiond, doi:10.1109/TC.2007.70819.
     """
-    product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
-    c = np.asarray(c, np.float64)
-    total = np.asarray(product + c)
     with np.errstate(invalid="ignore", over="ignore"):
+        product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
+        c = np.asarray(c, np.float64)
+        total = np.asarray(product + c)
         back = total - product
         error = (product - (total - back)) + (c - back)  # total + error is the exact sum (Knuth's TwoSum)
         bits = total.view(np.int64)
