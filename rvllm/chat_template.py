@@ -1,0 +1,212 @@
+"""ChatTemplate: the messages of a chat as one prompt, by the Jinja template that comes with a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rvllm.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+log = logging.getLogger(__name__)
+
+TEMPLATE_KEY = "tokenizer.chat_template"
+PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that no text is expected to hold
+MAX_DEPTH = 100  # levels of lists and dicts in messages and tools
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """A template that is broken, or that refuses the messages; one line."""
+
+
+class ChatTemplate:
+    """A template is compiled when first used, so a broken one spoils only chats.
+
+    It runs in a sandbox and cannot change the messages. It sees messages, add_generation_prompt, bos_token,
+    eos_token, tools and documents (None unless given) and every other keyword of render().
+    """
+
+    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
+        self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self._template: Template | None = None
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, object], tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The model's own template; None, with a warning if there is something unusable, when it has none."""
+        source = metadata.get(TEMPLATE_KEY)
+        if source is None:
+            return None
+        if not isinstance(source, str) or not source.strip():
+            problem = "empty" if isinstance(source, str) else "not a string"
+            log.warning("%s: %s, ignored", TEMPLATE_KEY, problem)
+            return None
+        special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        bos, eos = ("" if id is None else tokenizer.token_text(id) for id in special)
+        return cls(source, bos, eos)
+
+    def compile(self) -> Template:
+        """Raises ChatTemplateError with the line at fault."""
+        if self._template is None:
+            from jinja2 import TemplateSyntaxError
+
+            from rvllm.jinja_environment import environment
+
+            try:
+                self._template = environment().from_string(self.source)
+            except TemplateSyntaxError as error:
+                raise ChatTemplateError(f"chat template, line {error.lineno}: {_one_line(error)}") from None
+            except Exception as error:
+                raise ChatTemplateError(f"chat template: {_one_line(error)}") from None
+        return self._template
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt as text.
+
+        add_generation_prompt: end with the header of the assistant's turn.
+        continue_final_message: end with the content of the last message, its turn left open.
+        Raises ChatTemplateError.
+        """
+        template = self.compile()
+        end = ""
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
+            end = next(_unused_characters([self.source, *_strings([messages, kwargs])]))
+            messages = _mark_end(messages, end)
+        variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        variables |= {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "tools": None,
+            "documents": None,
+        }
+        variables |= kwargs
+        try:
+            text = template.render(variables)
+        except Exception as error:  # templates fail in every way that Python does
+            raise ChatTemplateError(f"chat template: {_one_line(error)}") from None
+        if end:
+            if end not in text:
+                raise ChatTemplateError("chat template: leaves out the final message, nothing to continue")
+            text = text[: text.rindex(end)]
+        return text
+
+    def encode_chat(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """The prompt as token ids, with one BOS if the model wants one.
+
+        Control tokens come from the template alone: written in a message (or tool, or any other argument) they
+        are plain text. Raises ChatTemplateError.
+        """
+        # What begins a control token in an argument is disguised by a private-use character while the template
+        # runs: it can be trimmed, cut and joined like any other, but makes no token.
+        arguments = list(_strings([messages, kwargs]))
+        leads = [c for c in set().union(*arguments) if tokenizer.control_starts(c)]
+        disguise = dict(zip(leads, _unused_characters([self.source, *arguments]), strict=False))
+        symbols = {ord(c): disguised for c, disguised in disguise.items() if not c.isalnum()}
+
+        def disguise_tokens(text: str) -> str:
+            characters = list(text)
+            for at in tokenizer.control_starts(text.rstrip()):
+                characters[at] = disguise[characters[at]]
+            return "".join(characters)
+
+        def disguise_all(text: str) -> str:
+            return text.translate(symbols)
+
+        def render(change: Callable[[str], str]) -> str:
+            changed = _map_strings(messages, change), _map_strings(kwargs, change)
+            return self.render(changed[0], add_generation_prompt, continue_final_message, **changed[1])
+
+        def control_ids(text: str) -> list[str | int]:
+            return [piece for piece in tokenizer.split_control(text) if isinstance(piece, int)]
+
+        text = render(disguise_tokens)
+        if symbols:
+            # A template that cuts and joins contents could still make a token of two harmless halves.
+            safe = render(disguise_all)
+            if control_ids(text) != control_ids(safe):
+                text = safe
+        reveal = {ord(disguised): c for c, disguised in disguise.items()}
+        if text.translate(reveal) == text:
+            ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
+        else:
+            ids = []
+            for piece in tokenizer.split_control(text):
+                if isinstance(piece, int):
+                    ids.append(piece)
+                else:
+                    ids += tokenizer.encode(piece.translate(reveal), add_special_tokens=False)
+        bos = tokenizer.bos_token_id
+        if tokenizer.add_bos_token and bos is not None and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        return ids
+
+
+def _strings(value: Any, depth: int = 0) -> Iterator[str]:
+    """Every string within lists and dicts, keys included."""
+    if depth > MAX_DEPTH:
+        raise ChatTemplateError(f"messages: nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key, depth + 1)
+            yield from _strings(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item, depth + 1)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of lists and dicts with every string changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+def _unused_characters(texts: Iterable[str]) -> Iterator[str]:
+    """Private-use characters that occur in none of the texts."""
+    used = set().union(*texts)
+    return (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+
+
+def _mark_end(messages: Sequence[Message], end: str) -> list[Message]:
+    """The messages with a mark behind the last one's content, or behind its last part when it has several."""
+    if not messages:
+        raise ChatTemplateError("continue_final_message: there is no message")
+    content = messages[-1].get("content")
+    if isinstance(content, str):
+        marked: Any = content + end
+    elif isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
+        marked = [*content[:-1], {**content[-1], "text": content[-1]["text"] + end}]
+    else:
+        raise ChatTemplateError("continue_final_message: the last message has no text to go on from")
+    return [*messages[:-1], {**messages[-1], "content": marked}]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
