@@ -253,11 +253,20 @@ class _Reader:
             window = self.integer("attention.sliding_window", default=0, low=0)
         if window and family.local_rope_theta:
             tables.append(self.number("rope.freq_base_swa", family.local_rope_theta) ** -exponents)
-        layers = tuple(
-            (len(tables) - 1, window) if window and (layer + 1) % family.window_period else (0, 0)
-            for layer in range(num_layers)
-        )
+        local = self.local_layers(family.window_period, num_layers) if window else [False] * num_layers
+        layers = tuple((len(tables) - 1, window) if is_local else (0, 0) for is_local in local)
         return tuple(tuple(float(f) for f in table) for table in tables), layers
+
+    def local_layers(self, period: int, num_layers: int) -> list[bool]:
+        """Which layers attend through the sliding window: all but every period-th, unless the file lists them."""
+        key = "attention.sliding_window_pattern"
+        pattern = self.gguf.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_:
+            if pattern.size != num_layers:
+                raise self.fail(key, f"{pattern.size} values for {num_layers} layers")
+            return [bool(is_local) for is_local in pattern]
+        period = self.integer(key, default=period)
+        return [(layer + 1) % period != 0 for layer in range(num_layers)]
 
     def rope_factors(self, dim: int) -> np.ndarray:
         """Divisors of the frequencies, as Llama 3.1 files carry them."""

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_writer import Typed
 from tiny_gguf import write_tiny_model
 
 from rvllm.config import EngineConfig, ModelConfig
 from rvllm.gguf_file import GGUFError, GGUFFile
 
-ARRAY, F32, U32, U64 = 9, 6, 4, 10
+ARRAY, BOOL = 9, 7
 
 
 def config(path: Path, drop: str | None = None, **changes: object) -> ModelConfig:
@@ -123,6 +124,23 @@ def test_gemma3_layers(tmp_path: Path) -> None:
     c = ModelConfig.from_gguf(GGUFFile(path))
     assert c.layers == ((1, 24),) * 5 + ((0, 0), (1, 24))
     assert c.embedding_scale == 8.0 and c.gelu and c.qk_norm and c.post_norms and not c.rope_interleaved
+
+
+def test_gemma3_layers_may_be_listed(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for pattern, local in (
+        (2, [True, False, True]),
+        (Typed(ARRAY, Typed(BOOL, [False, True, True])), [False, True, True]),
+    ):
+        write_tiny_model(
+            path, arch="gemma3", layers=3, sliding_window=24,
+            metadata={"gemma3.attention.sliding_window_pattern": pattern},
+        )  # fmt: skip
+        assert [window > 0 for _, window in ModelConfig.from_gguf(GGUFFile(path)).layers] == local
+        gguf = GGUFFile(path)
+    gguf.metadata["gemma3.attention.sliding_window_pattern"] = np.array([True])
+    with pytest.raises(GGUFError, match="sliding_window_pattern: 1 values for 3 layers"):
+        ModelConfig.from_gguf(gguf)
 
 
 @pytest.mark.parametrize(
