@@ -1,0 +1,535 @@
+"""LLMEngine with a fake runner: exact tokens and text under any load, clear refusals, nothing left behind."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_runner import FakeRunner, tokens_alone
+from fake_tokenizer import EMOJI, END_OF_TURN, EOS, FIRST_HALF, SECOND_HALF, FakeTokenizer, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rvllm.config import EngineConfig
+from rvllm.engine import LLMEngine
+from rvllm.request import RequestOutput
+from rvllm.sampling_params import SamplingParams
+
+EOG = FakeTokenizer.eog_token_ids
+PIECE_A = FakeTokenizer().encode("a")[0]
+
+
+def make_engine(
+    num_blocks: int = 128, block_size: int = 4, context_length: int = 512, **config: Any
+) -> LLMEngine:
+    runner = FakeRunner(num_blocks, block_size)
+    engine_config = EngineConfig(block_size=block_size, **{"seed": 0, **config})
+    return LLMEngine(SimpleNamespace(context_length=context_length), engine_config, FakeTokenizer(), runner)
+
+
+def run(engine: LLMEngine, check: bool = True) -> dict[str, RequestOutput]:
+    """Steps until nothing is left; returns each request's joined output."""
+    results = {request_id: group.empty_output() for request_id, group in engine._groups.items()}
+    while engine.has_unfinished:
+        for output in engine.step():
+            results[output.request_id].add(output)
+        if check:
+            engine.scheduler.check_integrity()
+    return results
+
+
+def generate(engine: LLMEngine, prompt: list[int] | str, **params: Any) -> RequestOutput:
+    engine.add_request("only", prompt, SamplingParams(**{"temperature": 0, **params}))
+    return run(engine)["only"]
+
+
+def assert_drained(engine: LLMEngine) -> None:
+    stats = engine.stats
+    assert (stats.num_running, stats.num_waiting, stats.free_blocks) == (0, 0, stats.num_blocks)
+    assert not engine._groups and not engine._choices
+    engine.scheduler.check_integrity()
+
+
+def assert_usable(engine: LLMEngine) -> None:
+    assert_drained(engine)
+    output = generate(engine, [5, 6, 7], ignore_eos=True, max_tokens=4)
+    assert output.outputs[0].token_ids == tokens_alone([5, 6, 7], 4)
+
+
+# Finishing
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 40])
+def test_exactly_max_tokens(max_tokens: int) -> None:
+    completion = generate(make_engine(), [9, 8], max_tokens=max_tokens, ignore_eos=True).outputs[0]
+    assert completion.token_ids == tokens_alone([9, 8], max_tokens)
+    assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+
+
+def test_text_is_the_text_of_the_tokens() -> None:
+    output = generate(make_engine(), "the cab", max_tokens=100, ignore_eos=True)
+    assert output.prompt == "the cab"
+    assert output.prompt_token_ids == FakeTokenizer().encode("the cab")
+    assert output.outputs[0].text == text_of(output.outputs[0].token_ids)
+    assert output.finished
+
+
+def test_context_end_is_length() -> None:
+    completion = generate(make_engine(context_length=20), [5] * 15, max_tokens=None, ignore_eos=True).outputs[
+        0
+    ]
+    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
+    completion = generate(make_engine(context_length=20), [5] * 15, max_tokens=99, ignore_eos=True).outputs[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
+
+
+def test_without_max_tokens_the_pool_is_the_limit() -> None:
+    completion = generate(make_engine(num_blocks=4), [5] * 10, max_tokens=None, ignore_eos=True).outputs[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (7, "length")
+
+
+@pytest.mark.parametrize("token_id", [EOS, END_OF_TURN])
+def test_every_end_token_stops_and_is_not_printed(token_id: int) -> None:
+    completion = generate(make_engine(), [5], logit_bias={token_id: 100}, max_tokens=20).outputs[0]
+    assert (completion.token_ids, completion.text, completion.finish_reason) == ([token_id], "", "stop")
+    assert completion.stop_reason is None
+
+
+def test_end_token_is_not_printed_even_with_special_tokens() -> None:
+    completion = generate(make_engine(), [5], logit_bias={EOS: 100}, skip_special_tokens=False).outputs[0]
+    assert (completion.text, completion.finish_reason) == ("", "stop")
+    completion = generate(
+        make_engine(), [5], logit_bias={EOS: 100}, skip_special_tokens=False, ignore_eos=True, max_tokens=2
+    ).outputs[0]
+    assert (completion.text, completion.finish_reason) == ("<0><0>", "length")
+
+
+def test_ignore_eos_goes_on() -> None:
+    completion = generate(make_engine(), [5], logit_bias={EOS: 100}, ignore_eos=True, max_tokens=7).outputs[0]
+    assert (completion.token_ids, completion.finish_reason) == ([EOS] * 7, "length")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_token_ids(include: bool) -> None:
+    alone = tokens_alone([5, 5], 30)
+    token_id = next(t for t in alone[3:] if t not in alone[:3] and t > SECOND_HALF)
+    end = alone.index(token_id) + 1
+    completion = generate(
+        make_engine(),
+        [5, 5],
+        stop_token_ids=[token_id, 60],
+        include_stop_str_in_output=include,
+        ignore_eos=True,
+        max_tokens=30,
+    ).outputs[0]
+    assert completion.token_ids == alone[:end]
+    assert completion.text == text_of(alone[: end if include else end - 1])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", token_id)
+
+
+def test_min_tokens_bans_end_and_stop_tokens_until_then() -> None:
+    params = SamplingParams(temperature=0, min_tokens=6, max_tokens=50, stop_token_ids=[7, 8, 9])
+    engine = make_engine()
+    engine.add_request("a", [5], params)
+    completion = run(engine)["a"].outputs[0]
+    assert completion.token_ids == tokens_alone([5], 50, params, EOG | {7, 8, 9})
+    assert not (EOG | {7, 8, 9}) & set(completion.token_ids[:6])
+
+
+# Stop strings
+
+
+def test_stop_string_across_tokens_streams_as_it_is_returned() -> None:
+    whole = generate(make_engine(), "once upon", max_tokens=64, ignore_eos=True).outputs[0].text
+    for start in range(2, 40):
+        stop = whole[start : start + 5]
+        engine = make_engine()
+        engine.add_request(
+            "a", "once upon", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=stop)
+        )
+        text, expected = "", whole[: whole.find(stop)]
+        completion = None
+        while engine.has_unfinished:
+            for output in engine.step():
+                completion = output.outputs[0]
+                text += completion.text
+                assert expected.startswith(text)
+        assert completion is not None
+        assert (text, completion.finish_reason, completion.stop_reason) == (expected, "stop", stop)
+        assert_drained(engine)
+
+
+def test_stop_string_can_be_kept() -> None:
+    whole = generate(make_engine(), "once", max_tokens=64, ignore_eos=True).outputs[0].text
+    stop = whole[20:24]
+    completion = generate(
+        make_engine(), "once", max_tokens=64, ignore_eos=True, stop=stop, include_stop_str_in_output=True
+    ).outputs[0]
+    assert completion.text == whole[: whole.find(stop) + len(stop)]
+
+
+def test_stop_string_in_the_last_token_is_stop_not_length() -> None:
+    whole = generate(make_engine(), "once", max_tokens=8, ignore_eos=True).outputs[0].text
+    completion = generate(make_engine(), "once", max_tokens=8, ignore_eos=True, stop=whole[-1]).outputs[0]
+    assert completion.finish_reason == "stop"
+    assert completion.text == whole[: whole.find(whole[-1])]
+
+
+def test_text_held_back_comes_out_at_the_end() -> None:
+    whole = generate(make_engine(), "once", max_tokens=8, ignore_eos=True).outputs[0]
+    completion = generate(
+        make_engine(), "once", max_tokens=8, ignore_eos=True, stop=whole.text + "!"
+    ).outputs[0]
+    assert (completion.text, completion.finish_reason) == (whole.text, "length")
+
+
+def test_min_tokens_lets_early_stop_strings_pass() -> None:
+    bias = {PIECE_A: 100}
+    completion = generate(make_engine(), [5], logit_bias=bias, stop="a", min_tokens=5, max_tokens=20).outputs[
+        0
+    ]
+    assert (completion.text, len(completion.token_ids)) == ("aaaaa", 6)
+
+
+@pytest.mark.parametrize("stop", [None, [], "zzzz", ["zz", "\n\n\n"]])
+def test_stop_strings_that_do_not_occur_change_nothing(stop: Any) -> None:
+    text = generate(make_engine(), "once", max_tokens=50).outputs[0].text
+    assert generate(make_engine(), "once", max_tokens=50, stop=stop).outputs[0].text == text
+
+
+# Unicode
+
+
+def test_no_half_characters_in_a_stream() -> None:
+    engine = make_engine()
+    engine.add_request("a", [5], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    engine.runner.run = lambda scheduled: [_forced(engine, [FIRST_HALF, SECOND_HALF])]  # type: ignore[method-assign]
+    texts = []
+    while engine.has_unfinished:
+        texts += [output.outputs[0].text for output in engine.step()]
+    assert texts == ["", EMOJI]
+
+
+def _forced(engine: LLMEngine, tokens: list[int]) -> Any:
+    from rvllm.request import SampledToken
+
+    request = next(iter(engine._choices))
+    return SampledToken(tokens[request.num_output_tokens])
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 6))
+def test_ending_in_mid_character_is_one_replacement_in_both_modes(max_tokens: int) -> None:
+    params = SamplingParams(temperature=0, logit_bias={FIRST_HALF: 100}, max_tokens=max_tokens)
+    engine = make_engine()
+    engine.add_request("a", [5], params)
+    completion = run(engine)["a"].outputs[0]
+    assert completion.text == "\ufffd" * max_tokens
+    assert len(completion.token_ids) == max_tokens
+    assert_usable(engine)
+
+
+# Logprobs
+
+
+def test_logprobs_have_one_entry_a_token_also_where_a_stop_cuts_the_text() -> None:
+    whole = generate(make_engine(), "once", max_tokens=30, ignore_eos=True).outputs[0].text
+    for stop in (None, whole[9:13], whole[10:12], [whole[11:15], whole[10:16]]):
+        completion = generate(
+            make_engine(), "once", max_tokens=30, ignore_eos=True, stop=stop, logprobs=2
+        ).outputs[0]
+        assert completion.logprobs is not None
+        assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids
+        assert all(len(entry) == 3 for entry in completion.logprobs)
+        assert text_of(completion.token_ids).startswith(completion.text)
+        first = completion.logprobs[0][completion.token_ids[0]]
+        assert first.decoded_token == FakeTokenizer().token_text(completion.token_ids[0])
+        assert (first.logprob, first.rank) == (-0.25, 1)
+        assert completion.cumulative_logprob == -0.25 * len(completion.token_ids)
+
+
+def test_no_logprobs_unless_asked() -> None:
+    completion = generate(make_engine(), "once").outputs[0]
+    assert completion.logprobs is None and completion.cumulative_logprob is None
+    completion = generate(make_engine(), "once", logprobs=0).outputs[0]
+    assert completion.logprobs is not None and all(len(entry) == 1 for entry in completion.logprobs)
+
+
+# Seeds and choices
+
+
+def sampled(engine: LLMEngine, **params: Any) -> list[list[int]]:
+    engine.add_request("a", [5, 6], SamplingParams(max_tokens=12, ignore_eos=True, **params))
+    return [completion.token_ids for completion in run(engine)["a"].outputs]
+
+
+def test_seed_decides_the_tokens() -> None:
+    alone = tokens_alone([5, 6], 12, SamplingParams(), seed=42)
+    assert sampled(make_engine(), seed=42) == [alone]
+    assert sampled(make_engine(seed=7), seed=42) == [alone]
+    assert sampled(make_engine(), seed=43) != [alone]
+    assert sampled(make_engine(), seed=-5) == [tokens_alone([5, 6], 12, SamplingParams(), seed=2**64 - 5)]
+
+
+@pytest.mark.parametrize("seed", [None, -1])
+def test_without_a_seed_the_engine_seed_and_the_order_decide(seed: int | None) -> None:
+    first, second, other = make_engine(seed=3), make_engine(seed=3), make_engine(seed=4)
+    streams = [[sampled(engine, seed=seed)[0] for _ in range(4)] for engine in (first, second, other)]
+    assert streams[0] == streams[1]
+    tokens = {tuple(tokens) for stream in (streams[0], streams[2]) for tokens in stream}
+    assert len(tokens) == 8
+    assert sampled(make_engine(seed=None)) != sampled(make_engine(seed=None))
+
+
+def test_choices_share_the_prompt_and_sample_apart() -> None:
+    engine = make_engine()
+    prompt = list(range(10, 30))
+    engine.add_request("a", prompt, SamplingParams(n=4, seed=9, max_tokens=20, logprobs=1))
+    output = run(engine)["a"]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    for k, completion in enumerate(output.outputs):
+        assert completion.token_ids == tokens_alone(prompt, 20, SamplingParams(), EOG, seed=9, index=k)
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+    assert output.finished and output.num_cached_tokens == 0
+    assert (engine.stats.prefix_queries, engine.stats.prefix_hits) == (80, 48)
+    assert_usable(engine)
+
+
+def test_group_is_finished_with_its_last_choice() -> None:
+    engine = make_engine()
+    engine.add_request("a", [5], SamplingParams(n=3, seed=1, max_tokens=200))
+    finished = []
+    while engine.has_unfinished:
+        finished += [output.finished for output in engine.step()]
+    assert finished[-1] and not any(finished[:-1])
+
+
+# Prefix cache
+
+
+def test_prompt_that_is_all_in_the_cache_still_computes_a_token() -> None:
+    text = [(7 * i) % 60 + 4 for i in range(66)]
+    warm, cold = make_engine(256, 16), make_engine(256, 16, enable_prefix_caching=False)
+    lengths = [n for n in range(1, 67) for _ in range(3)] + random.Random(0).sample(range(1, 67), 66)
+    for n in lengths:
+        params = {"max_tokens": 8, "logprobs": 1, "ignore_eos": True}
+        with_cache, without = generate(warm, text[:n], **params), generate(cold, text[:n], **params)
+        assert with_cache.outputs == without.outputs
+        assert without.num_cached_tokens == 0
+    assert generate(warm, text[:64]).num_cached_tokens == 48
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_shared_prefix_that_does_not_fill_a_block(together: bool) -> None:
+    prefix, x, y = [10] * 37, [20 + i for i in range(20)], [40 + i for i in range(20)]
+    engine = make_engine(256, 16)
+    prompts = [prefix + x, prefix + y, prefix, prefix + x]
+    outputs = []
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True))
+        if together:
+            engine.step()
+        else:
+            outputs.append(run(engine)[str(i)])
+    if together:
+        results = run(engine)
+        assert len(results) == 4
+    else:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.outputs[0].token_ids == tokens_alone(prompt, 10)
+        assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 48]
+        answer = outputs[0].outputs[0].token_ids
+        again = generate(engine, prefix + x + answer + [5], max_tokens=5, ignore_eos=True)
+        assert again.num_cached_tokens == 64
+        assert again.outputs[0].token_ids == tokens_alone(prefix + x + answer + [5], 5)
+    assert_usable(engine)
+
+
+# Refusals
+
+
+def refused(engine: LLMEngine, prompt: Any, **params: Any) -> str:
+    before = engine.stats
+    with pytest.raises(ValueError) as error:
+        engine.add_request("bad", prompt, SamplingParams(**params))
+    assert engine.stats == before
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_request_larger_than_the_pool_is_refused_and_others_run() -> None:
+    engine = make_engine(num_blocks=16, block_size=16, context_length=8192)
+    engine.add_request("good", [5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    message = refused(engine, [50] * 400, max_tokens=4)
+    assert "26 KV-cache blocks" in message and "16 are available" in message
+    assert "400" in refused(engine, [50] * 400, max_tokens=None)
+    assert "17 KV-cache blocks" in refused(engine, [50] * 200, max_tokens=58)
+    assert run(engine)["good"].outputs[0].token_ids == tokens_alone([5, 6], 4)
+    assert len(generate(engine, [50] * 200, max_tokens=57, ignore_eos=True).outputs[0].token_ids) == 57
+    assert_usable(engine)
+
+
+def test_bad_prompts() -> None:
+    engine = make_engine(context_length=20)
+    assert "empty" in refused(engine, "")
+    assert "empty" in refused(engine, [])
+    assert "64 is no token id in [0, 63]" in refused(engine, [5, 64])
+    for bad in (-1, 10**11, 1.5, "a", None, True):
+        assert f"prompt: {bad!r} is no token id" in refused(engine, [5, bad])
+    message = refused(engine, [5] * 20)
+    assert "20 tokens" in message and "max_model_len is 20" in message
+    assert_usable(engine)
+
+
+def test_bad_params_for_the_vocabulary() -> None:
+    engine = make_engine()
+    assert "stop_token_ids: 64" in refused(engine, [5], stop_token_ids=[64])
+    assert "logit_bias: 64" in refused(engine, [5], logit_bias={64: 1})
+    assert "logprobs 65" in refused(engine, [5], logprobs=65)
+    assert_usable(engine)
+
+
+def test_bad_arrival_step_and_double_id() -> None:
+    engine = make_engine()
+    for step in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="arrival_step"):
+            engine.add_request("a", [5], None, step)  # type: ignore[arg-type]
+    engine.add_request("a", [5])
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add_request("a", [5])
+    run(engine)
+    assert_usable(engine)
+
+
+def test_context_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_model_len 513 is more than the model's context of 512"):
+        make_engine(max_model_len=513)
+
+
+# Abort and failure
+
+
+def test_abort_frees_everything_at_once() -> None:
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=16)
+    for i in range(20):
+        params = SamplingParams(n=1 + i % 3, max_tokens=400, ignore_eos=True)
+        engine.add_request(f"a{i}", [5 + i] * 50, params, arrival_step=i % 4)
+    for i in range(20):
+        engine.step()
+        free = engine.stats.free_blocks
+        running = [r.request_id for r in engine.scheduler._running]
+        assert engine.abort(f"a{i}")
+        assert not engine.abort(f"a{i}")
+        assert engine.stats.free_blocks > free or f"a{i}" not in running
+        engine.scheduler.check_integrity()
+    assert not engine.has_unfinished
+    assert engine.step() == []
+    assert not engine.abort("never there")
+    assert_usable(engine)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_failed_step_leaves_a_usable_engine(error: type[BaseException], step: int) -> None:
+    engine = make_engine(max_num_batched_tokens=16)
+    prompts = [[5] * 30, [5] * 31, [6] * 3]
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    run_step = engine.runner.run
+
+    def fail(scheduled: Any) -> Any:
+        if engine.stats.steps == step:
+            raise error("the device is gone")
+        return run_step(scheduled)
+
+    engine.runner.run = fail  # type: ignore[method-assign]
+    with pytest.raises(error, match="the device is gone"):
+        run(engine)
+    engine.runner.run = run_step  # type: ignore[method-assign]
+    assert_usable(engine)
+    output = generate(engine, prompts[0], max_tokens=9, ignore_eos=True)
+    assert output.num_cached_tokens == 0  # what the failed step was to fill is not found
+    assert output.outputs[0].token_ids == tokens_alone(prompts[0], 9)
+
+
+def test_logits_take_blocks_only_for_the_call() -> None:
+    engine = make_engine(num_blocks=4, context_length=64)
+    assert engine.get_logits([5] * 16).shape == (16, 64)
+    assert_usable(engine)
+    for bad, message in (
+        ([], "got 0"),
+        ([5] * 65, "got 65"),
+        ([64], "no token id"),
+        ([5] * 17, "5 KV-cache blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.get_logits(bad)
+    assert_usable(engine)
+
+
+# Load
+
+
+def test_many_requests_leave_nothing_behind() -> None:
+    for caching in (True, False):
+        engine = make_engine(64, max_num_seqs=8, enable_prefix_caching=caching)
+        for i in range(500):
+            params = SamplingParams(seed=i, max_tokens=8, logprobs=i % 21)
+            engine.add_request(str(i), [(i * 7 + k * k) % 60 + 4 for k in range(1 + i % 60)], params)
+            if i % 8 == 7:
+                run(engine, check=False)
+        run(engine)
+        assert_drained(engine)
+
+
+def test_a_step_counts_prefill_and_decode_apart() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    generate(engine, [5] * 20, max_tokens=6, ignore_eos=True)
+    stats = engine.stats
+    assert (stats.steps, stats.prefill_tokens, stats.decode_tokens, stats.allocated_blocks) == (8, 20, 5, 7)
+    assert stats.prefill_seconds >= 0 and stats.decode_seconds >= 0
+
+
+SAMPLING = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 3),
+        "n": st.integers(1, 3),
+        "max_tokens": st.integers(1, 25),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.sampled_from([None, 0, 2]),
+        "stop": st.sampled_from([None, "a", "ab", ["the", "e."]]),
+        "min_tokens": st.sampled_from([0, 1]),
+    }
+)
+REQUEST = st.tuples(st.lists(st.integers(4, 6), min_size=1, max_size=40), SAMPLING, st.integers(0, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=8),
+    budget=st.sampled_from([1, 4, 16, 512]),
+    seqs=st.integers(1, 8),
+    num_blocks=st.integers(17, 40),
+    caching=st.booleans(),
+)
+def test_company_pool_and_chunks_change_nothing(
+    requests: list[tuple[list[int], dict[str, Any], int]],
+    budget: int,
+    seqs: int,
+    num_blocks: int,
+    caching: bool,
+) -> None:
+    engine = make_engine(
+        num_blocks, max_num_batched_tokens=budget, max_num_seqs=seqs, enable_prefix_caching=caching
+    )
+    for i, (prompt, params, step) in enumerate(requests):
+        engine.add_request(str(i), prompt, SamplingParams(**params), step)
+    results = run(engine)
+    assert_drained(engine)
+    for i, (prompt, params, _) in enumerate(requests):
+        alone = make_engine(512, enable_prefix_caching=False)
+        alone.add_request("a", prompt, SamplingParams(**params))
+        assert results[str(i)].outputs == run(alone, check=False)["a"].outputs
