@@ -41,8 +41,7 @@ class Scheduler:
     def __init__(self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
-        # Every running request gets its token in every step, so no more may run than the budget has tokens.
-        self.max_num_running = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs = max_num_seqs
         self.step = 0
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
@@ -104,8 +103,6 @@ class Scheduler:
                 partly_computed = request
             elif self._append_block(request):
                 self._schedule(request, 1, scheduled)
-        if partly_computed and partly_computed.status is not RequestStatus.RUNNING:
-            partly_computed = None
         self._schedule_prompts(partly_computed, scheduled)
         if not scheduled and (self._running or self._waiting):
             raise RuntimeError(f"nothing can run: {self.num_running} running, {self.num_waiting} waiting")
@@ -134,6 +131,11 @@ class Scheduler:
         for request in self._waiting:
             if request.status is not RequestStatus.WAITING or request.block_table:
                 raise RuntimeError(f"waiting request with {len(request.block_table)} blocks is {request!r}")
+            if request.num_computed_tokens:
+                raise RuntimeError(f"waiting request has computed tokens: {request!r}")
+        # A request joins with a token in the same step, so all that run find one in the budget of every step.
+        if len(self._running) > min(self.max_num_seqs, self.max_num_batched_tokens):
+            raise RuntimeError(f"{len(self._running)} requests run, more than a step can serve")
         if sum(r.num_tokens - r.num_computed_tokens > 1 for r in self._running) > 1:
             raise RuntimeError("more than one running request is partly computed")
         num_future = sum(not entry[2].is_finished for entry in self._future)
@@ -193,7 +195,7 @@ class Scheduler:
 
     def _admit(self, most_tokens: int | None) -> Request | None:
         """Lets the first waiting request run if blocks suffice and it has at most most_tokens to compute."""
-        if not self._waiting or len(self._running) >= self.max_num_running:
+        if not self._waiting or len(self._running) >= self.max_num_seqs:
             return None
         request = next(iter(self._waiting))
         shared = self.block_manager.match(request.token_ids)

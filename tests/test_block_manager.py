@@ -53,6 +53,15 @@ def test_freed_prefix_is_found_until_reused_least_recently_used_first() -> None:
     manager.check_integrity([other, third])
 
 
+def test_freed_block_without_a_prefix_is_reused_first() -> None:
+    manager = BlockManager(num_blocks=2, block_size=2)
+    cached, partial = filled(manager, [1, 1]), filled(manager, [2])
+    manager.free(cached)
+    manager.free(partial)
+    manager.allocate([], 2)
+    assert manager.match([1, 1, 0])
+
+
 def test_tail_of_a_freed_table_is_reused_before_its_head() -> None:
     manager = BlockManager(num_blocks=3, block_size=2)
     manager.free(filled(manager, [1, 1, 2, 2, 3, 3]))

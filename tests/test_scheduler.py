@@ -39,7 +39,7 @@ class Harness:
         output = self.scheduler.schedule()
         requests = [request for request, _ in output.scheduled]
         counts = {request.request_id: count for request, count in output.scheduled}
-        assert len(counts) == len(requests) <= self.scheduler.max_num_running
+        assert len(counts) == len(requests) <= self.scheduler.max_num_seqs
         assert sum(counts.values()) <= self.scheduler.max_num_batched_tokens
         assert all(request.status is RequestStatus.RUNNING for request in requests)
         tokens = self.runner.run(output.scheduled)
@@ -135,6 +135,29 @@ def test_preempted_request_gets_the_same_tokens(caching: bool) -> None:
     for request in requests:
         assert_exact(request)
     assert harness.scheduler.block_manager.num_free_blocks == 12
+
+
+def test_prompt_is_preempted_in_the_middle() -> None:
+    harness = Harness(num_blocks=24, block_size=1, budget=4)
+    running, partly = harness.add([1], max_tokens=20), harness.add([2] * 20, max_tokens=3)
+    while not partly.num_preemptions:
+        harness.step()
+    assert harness.runner.steps[-2][-1][2] > 0 and partly.status is RequestStatus.WAITING
+    harness.run()
+    assert_exact(running)
+    assert_exact(partly)
+
+
+def test_spare_blocks_are_left_for_those_that_run() -> None:
+    harness = Harness(num_blocks=10, block_size=4, caching=False)
+    for _ in range(2):
+        harness.add([1] * 4, max_tokens=16)
+        harness.step()
+    waiting = harness.add([2] * 20, max_tokens=1)  # 5 of the 6 free blocks, and 2 run
+    harness.step()
+    assert waiting.status is RequestStatus.WAITING
+    harness.run()
+    assert harness.scheduler.num_preemptions == 0
 
 
 def test_latest_is_preempted_first_and_resumes_first() -> None:
