@@ -1,4 +1,5 @@
 # distutils: language = c++
+# distutils: extra_compile_args = -std=c++17
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False
 """Hot loops of tokenization: piece lookup, search for special tokens, and SentencePiece merges.
 

@@ -10,17 +10,16 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import models, pre_tokenizers
 from vocabularies import SPM_PIECES, bpe_metadata, spm_metadata
 
 from rvllm.gguf_file import GGUFFile
 from rvllm.pre_tokenizers import PRE_TOKENIZERS
-from rvllm.tokenizer import Tokenizer, TokenizerError
+from rvllm.tokenizer import Tokenizer
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "reference_ids.json").read_text("utf-8"))
 NOISE = random.Random(0)
@@ -346,159 +345,3 @@ def test_missing_pre_tokenizer_is_default_with_a_warning(caplog: pytest.LogCaptu
     tokenizer = Tokenizer.from_gguf(bpe_metadata(pre=None))
     assert tokenizer.decode(tokenizer.encode("don't")) == "don't"
     assert "tokenizer.ggml.pre" in caplog.text
-
-
-# --- What a damaged file may hold
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model": "bert"}, "tokenizer.ggml.model: 'bert' is not supported"),
-        ({"model": "t5"}, "'t5'"),
-        ({"model": "rwkv"}, "'rwkv'"),
-        ({"model": 7}, "tokenizer.ggml.model: must be str, got 7"),
-        ({"model": None}, "tokenizer.ggml.model: missing"),
-        ({"pre": "nope"}, "'nope' is not known; known are .*llama-bpe.*smollm"),
-        ({"pre": 1}, "tokenizer.ggml.pre: must be str"),
-        ({"tokens": None}, "tokenizer.ggml.tokens: must be an array of strings"),
-        ({"tokens": []}, "tokenizer.ggml.tokens: the vocabulary is empty"),
-        ({"tokens": np.arange(3)}, "tokenizer.ggml.tokens: must be an array of strings"),
-        ({"tokens": ["a"]}, "has 261 entries, but tokenizer.ggml.tokens has 1"),
-        ({"tokens": ["x"] * 261}, "tokenizer.ggml.tokens: token 'x' has the ids 0 and 1"),
-        ({"token_type": "abc"}, "tokenizer.ggml.token_type: must be an array of numbers"),
-        ({"token_type": [1.5] * 261}, "tokenizer.ggml.token_type: must be an array of numbers"),
-        ({"merges": None}, "tokenizer.ggml.merges: must be an array of strings"),
-        ({"merges": ["ab"]}, "tokenizer.ggml.merges: entry 0, 'ab', is not two pieces"),
-        ({"merges": ["a b"]}, "tokenizer.ggml.merges: .*ab.* out of vocabulary"),
-        (
-            {"eos_token_id": 0xFFFFFFFF},
-            "tokenizer.ggml.eos_token_id: 4294967295 is outside the vocabulary, 0 to 260",
-        ),
-        ({"eos_token_id": 261}, "tokenizer.ggml.eos_token_id: 261 is outside"),
-        ({"bos_token_id": -1}, "tokenizer.ggml.bos_token_id: -1 is outside"),
-        ({"bos_token_id": 261, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: 261 is outside"),
-        ({"eos_token_id": "2"}, "tokenizer.ggml.eos_token_id: must be an integer, got '2'"),
-        ({"eos_token_id": True}, "tokenizer.ggml.eos_token_id: must be an integer"),
-        ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token: must be bool, got 1"),
-    ],
-)
-def test_bad_bpe_metadata(keys: dict[str, object], message: str) -> None:
-    with pytest.raises(TokenizerError, match=message) as error:
-        Tokenizer.from_gguf(bpe_metadata(**keys))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"scores": None}, "tokenizer.ggml.scores: missing"),
-        ({"scores": np.zeros(3, np.float32)}, "tokenizer.ggml.scores: has 3 entries"),
-        ({"scores": ["x"]}, "tokenizer.ggml.scores: must be an array of numbers"),
-        ({"scores": np.full(268, np.nan, np.float32)}, "tokenizer.ggml.scores: entry 0 is not a number"),
-        ({"token_type": [6] * 268}, "token 0, '<unk>' has the type byte"),
-        (
-            {"unknown_token_id": 268},
-            "tokenizer.ggml.unknown_token_id: 268 is outside the vocabulary, 0 to 267",
-        ),
-    ],
-)
-def test_bad_spm_metadata(keys: dict[str, object], message: str) -> None:
-    with pytest.raises(TokenizerError, match=message):
-        Tokenizer.from_gguf(spm_metadata(**keys))
-
-
-def test_absent_special_ids() -> None:
-    tokenizer = Tokenizer.from_gguf(bpe_metadata(bos_token_id=None, eos_token_id=None, add_bos_token=True))
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, None)
-    assert tokenizer.encode("a") == [ord("a")]
-    assert tokenizer.decode(tokenizer.encode("a,b")) == "a,b"
-
-
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_vocabulary_of_one_token(model: str) -> None:
-    metadata = {
-        "tokenizer.ggml.model": model,
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": ["a"],
-        "tokenizer.ggml.scores": np.zeros(1, np.float32),
-        "tokenizer.ggml.merges": [],
-        "tokenizer.ggml.add_space_prefix": False,
-    }
-    tokenizer = Tokenizer.from_gguf(metadata)
-    assert tokenizer.encode("a") == [0]
-    assert tokenizer.encode("aba") == [0, 0]
-
-
-def test_missing_token_types() -> None:
-    tokenizer = Tokenizer.from_gguf(spm_metadata(token_type=None, add_bos_token=False))
-    assert tokenizer.decode(tokenizer.encode("a\u00e9")) == "a\u00e9"
-
-
-def test_wrong_text_and_ids() -> None:
-    tokenizer = Tokenizer.from_gguf(bpe_metadata())
-    with pytest.raises(TokenizerError, match=r"lone surrogate U\+D800 at position 1"):
-        tokenizer.encode("a\ud800")
-    for id in (-1, tokenizer.vocab_size, 10**20):
-        with pytest.raises(TokenizerError, match="outside the vocabulary, 0 to 260"):
-            tokenizer.token_bytes(id)
-
-
-def test_end_tokens_by_text() -> None:
-    # A converter's mistake: the end of a turn as a user-defined token. It must end the turn and stay unwritten.
-    metadata = bpe_metadata(eos_token_id=256)
-    types = np.array(metadata["tokenizer.ggml.token_type"])
-    types[258] = 4
-    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
-    assert tokenizer.eog_token_ids == {256, 258}
-    assert tokenizer.is_special(258)
-    assert types[258] == 4
-
-
-# --- tokenizer.json
-
-
-def library_file(folder: Path, metadata: dict[str, object], size: int = 258) -> Path:
-    """tokenizer.json of the byte-level pieces of `metadata`, with <|im_start|> control and <think> user-defined."""
-    tokens = metadata["tokenizer.ggml.tokens"][:size]
-    library = tokenizers.Tokenizer(
-        models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[("a", "b")])
-    )
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens[257:260]])
-    library.add_tokens([AddedToken(t, special=False, normalized=False) for t in tokens[260:]])
-    library.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
-def test_tokenizer_file(tmp_path: Path) -> None:
-    metadata = bpe_metadata(("a b",), add_bos_token=True)
-    tokenizer = Tokenizer.from_file(library_file(tmp_path, metadata, 262), metadata)
-    own = Tokenizer.from_gguf(metadata)
-    assert tokenizer.vocab_size == own.vocab_size
-    assert tokenizer.eog_token_ids == own.eog_token_ids
-    for text in ["ab<think>ab", "<|im_start|>user\nab<|im_end|>", *TEXTS]:
-        for parse_special in (False, True):
-            ids = own.encode(text, parse_special=parse_special)
-            assert tokenizer.encode(text, parse_special=parse_special) == ids
-            assert tokenizer.decode(ids) == own.decode(ids)
-
-
-def test_tokenizer_file_must_fit_the_model(tmp_path: Path) -> None:
-    metadata = bpe_metadata(("a b",))
-    small = metadata | {
-        "tokenizer.ggml.tokens": metadata["tokenizer.ggml.tokens"][:200],
-        "tokenizer.ggml.token_type": metadata["tokenizer.ggml.token_type"][:200],
-        "tokenizer.ggml.bos_token_id": None,
-        "tokenizer.ggml.eos_token_id": None,
-    }
-    path = library_file(tmp_path, metadata, 257)
-    with pytest.raises(TokenizerError, match="has 257 tokens, but the model has 200"):
-        Tokenizer.from_file(path, small)
-    assert Tokenizer.from_file(path, metadata).vocab_size == 262  # what the file lacks is no ordinary token
-    path.write_text("{}")
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: "):
-        Tokenizer.from_file(path, metadata)
-    with pytest.raises(TokenizerError, match=r"none\.json"):
-        Tokenizer.from_file(tmp_path / "none.json", metadata)
