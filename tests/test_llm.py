@@ -1,270 +1,343 @@
-"""The whole engine on models: exact answers in any company, and the reference paths of real models.
+"""LLM on tiny real models: the API's shapes, and the same tokens and logprobs in any company."""
 
-Log-probabilities come from the logits by one fixed computation, so equal ones mean equal logits.
-"""
+from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny_model
+from tiny_gguf import EOS_TOKEN_ID, write_tiny_model
 
 from rvllm import LLM, SamplingParams
-from rvllm._core import available_isas
-from rvllm.request import RequestOutput
+from rvllm.chat_template import ChatTemplateError
 
-DATA = Path(__file__).parent / "data"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=5, ignore_eos=True)
-SEEDED = SamplingParams(temperature=1.2, seed=5, max_tokens=12, logprobs=5, ignore_eos=True)
-
-Prompts = list[list[int]]
-Answer = tuple[list[int], list[dict[int, float]]]
-
-
-def answer(output: RequestOutput) -> Answer:
-    choice = output.outputs[0]
-    assert choice.logprobs is not None
-    return choice.token_ids, [{i: p.logprob for i, p in entry.items()} for entry in choice.logprobs]
-
-
-def answers(llm: LLM, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams]) -> list[Answer]:
-    return [answer(output) for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    if request.param == "llama":
-        write_tiny_model(path, quant="Q4_1")
-    else:
-        write_tiny_model(path, arch="gemma3", quant="Q8_0", layers=7, sliding_window=24, kv_heads=1)
-    return path
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def prompts() -> Prompts:
-    """64 prompts of 1 to 90 tokens; some share a prefix that ends inside a block."""
-    rng = np.random.default_rng(11)
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for arch, quant, more in (
+        ("llama", "Q4_1", {"metadata": {"tokenizer.chat_template": TEMPLATE}}),
+        ("gemma3", "Q8_0", {"sliding_window": 16, "layers": 7}),
+    ):
+        write_tiny_model(folder / f"{arch}.gguf", arch, quant, **more)
+    return {arch: folder / f"{arch}.gguf" for arch in ("llama", "gemma3")}
+
+
+@pytest.fixture(scope="module")
+def llm(paths: dict[str, Path]) -> LLM:
+    return make_llm(paths["llama"])
+
+
+def make_llm(path: Path, **settings: Any) -> LLM:
+    return LLM(path, **{"num_blocks": 256, "num_threads": 1, "seed": 0, **settings})
+
+
+def answers(llm: LLM, prompts: Any, params: Any = GREEDY, **more: Any) -> list[tuple[Any, ...]]:
+    """Tokens and logprobs, to the bit, of each choice of each prompt."""
+    return [
+        tuple((c.text, c.token_ids, c.logprobs, c.finish_reason) for c in output.outputs)
+        for output in llm.generate(prompts, params, **more)
+    ]
+
+
+def assert_empty(llm: LLM) -> None:
+    stats = llm.engine.stats
+    assert (stats.num_running, stats.num_waiting, stats.free_blocks) == (0, 0, stats.num_blocks)
+    assert not llm._inboxes
+    llm.engine.scheduler.check_integrity()
+
+
+# Exactness
+
+
+def workload() -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(5)
     prefix = rng.integers(0, 256, 37).tolist()
-    sizes = rng.integers(1, 90, 64)
-    return [(prefix if i % 3 == 0 else []) + rng.integers(0, 256, n).tolist() for i, n in enumerate(sizes)]
+    prompts = [rng.integers(0, 256, n).tolist() for n in (1, 15, 16, 17, 33, 100)]
+    prompts += [prefix + rng.integers(0, 256, 20).tolist() for _ in range(4)] + [prefix, prompts[5]]
+    params = [
+        SamplingParams(
+            temperature=(0, 0.8, 1.5)[i % 3],
+            top_k=(0, 20)[i % 2],
+            top_p=(1.0, 0.9)[i % 2],
+            seed=i,
+            frequency_penalty=(0.0, 0.5)[i % 2],
+            repetition_penalty=(1.0, 1.2)[i % 2],
+            max_tokens=10 + 3 * i,
+            logprobs=2,
+            n=1 + (i == 4),
+            min_tokens=i % 4,
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, prompts: Prompts) -> dict[str, list[Answer]]:
-    """Each prompt by itself, nothing cached, on the scalar kernels with one thread."""
-    llm = LLM(model, isa="scalar", num_threads=1, enable_prefix_caching=False)
-    return {
-        name: [answers(llm, [prompt], params)[0] for prompt in prompts]
-        for name, params in (("greedy", GREEDY), ("seeded", SEEDED))
-    }
-
-
-@pytest.mark.parametrize("batch", [2, 8, 64])
-def test_batched_equals_alone(
-    model: Path, prompts: Prompts, alone: dict[str, list[Answer]], batch: int
-) -> None:
-    llm = LLM(model, enable_prefix_caching=False)
-    for start in range(0, 64, batch):
-        part = slice(start, start + batch)
-        assert answers(llm, prompts[part], GREEDY) == alone["greedy"][part]
-        assert answers(llm, prompts[part], SEEDED) == alone["seeded"][part]
-
-
-def test_mixed_sampling_in_one_batch(model: Path, prompts: Prompts, alone: dict[str, list[Answer]]) -> None:
-    params = [GREEDY if i % 2 else SEEDED for i in range(64)]
-    expected = [alone["greedy" if i % 2 else "seeded"][i] for i in range(64)]
-    assert answers(LLM(model), prompts, params) == expected
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        *[{"max_num_batched_tokens": n} for n in (1, 7, 16, 2048)],
-        *[{"num_threads": n} for n in (1, 2)],
-        *[{"isa": isa} for isa in available_isas()],
-        *[{"block_size": n} for n in (1, 5, 32)],
-        {"max_num_seqs": 3},
-        {"num_blocks": 14},  # about two of the longest requests
-    ],
-    ids=str,
-)
-def test_equal_under_every_setting(
-    model: Path, prompts: Prompts, alone: dict[str, list[Answer]], settings: dict[str, object]
-) -> None:
-    llm = LLM(model, **settings)  # type: ignore[arg-type]
-    assert answers(llm, prompts, GREEDY) == alone["greedy"]
-    assert answers(llm, prompts, SEEDED) == alone["seeded"]
-    assert llm.engine.stats.free_blocks == llm.engine.stats.num_blocks
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": False}], ids=str
-)
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0.0, "logprobs": 3},
-        {"temperature": 1.0, "seed": 3, "logprobs": 3},
-        {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "presence_penalty": 0.5},
-        {"temperature": 1.0, "seed": 4, "n": 2},
-        {"temperature": 0.0, "min_tokens": 100, "ignore_eos": False},
-    ],
-    ids=str,
-)
-def test_preempted_requests_go_on_as_if_nothing_happened(
-    model: Path, prompts: Prompts, params: dict[str, object], settings: dict[str, object]
-) -> None:
-    sampling = SamplingParams(**{"max_tokens": 120, "ignore_eos": True, **params})  # type: ignore[arg-type]
-    some = [prompt[:40] for prompt in prompts[:6]]
-    roomy = LLM(model).generate(some, sampling, use_tqdm=False)
-    tight = LLM(model, num_blocks=24, **settings)  # type: ignore[arg-type]
-    for output, expected in zip(tight.generate(some, sampling, use_tqdm=False), roomy, strict=True):
-        assert output.outputs == expected.outputs
-    stats = tight.engine.stats
-    assert stats.preemptions > 0 and stats.free_blocks == 24
-
-
-def test_prefix_hits_equal_cold_runs(model: Path, prompts: Prompts, alone: dict[str, list[Answer]]) -> None:
-    llm = LLM(model)
-    for _ in range(3):
-        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-        assert [answer(output) for output in outputs] == alone["greedy"]
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
-    assert llm.engine.stats.prefix_hits > 0
-
-
-def test_every_length_around_a_block(model: Path) -> None:
-    """A prompt that is all in the cache still leaves a token to compute."""
-    tokens = np.random.default_rng(3).integers(0, 256, 66).tolist()
-    cold = LLM(model, enable_prefix_caching=False)
-    warm = LLM(model)
-    expected = {n: answers(cold, [tokens[:n]], GREEDY)[0] for n in range(1, 67)}
-    order = np.random.default_rng(4).permutation(np.repeat(np.arange(1, 67), 2)).tolist()
-    for n in [*range(1, 67), *order]:
-        assert answers(warm, [tokens[:n]], GREEDY)[0] == expected[n]
-
-
-def test_a_prefix_that_ends_inside_a_block_is_shared_up_to_it(model: Path) -> None:
-    rng = np.random.default_rng(8)
-    prefix, x, y = (rng.integers(0, 256, n).tolist() for n in (37, 20, 20))
-    cold, warm = LLM(model, enable_prefix_caching=False), LLM(model)
-    first = warm.generate([prefix + x], GREEDY, use_tqdm=False)[0]
-    second = warm.generate([prefix + y], GREEDY, use_tqdm=False)[0]
-    assert second.num_cached_tokens == 32
-    assert answer(second) == answers(cold, [prefix + y], GREEDY)[0]
-    longer = prefix + x + first.outputs[0].token_ids + [10]
-    third = warm.generate([longer], GREEDY, use_tqdm=False)[0]
-    assert third.num_cached_tokens >= 64  # generated blocks are found, too
-    assert answer(third) == answers(cold, [longer], GREEDY)[0]
-
-
-def test_arrival_steps_change_nothing(model: Path, prompts: Prompts, alone: dict[str, list[Answer]]) -> None:
-    arrivals = [(7 * i) % 40 for i in range(64)]
-    outputs = LLM(model).generate(prompts, GREEDY, arrival_steps=arrivals, use_tqdm=False)
-    assert [answer(output) for output in outputs] == alone["greedy"]
-
-
-def test_choices_are_streams_of_one_seed(model: Path, prompts: Prompts) -> None:
-    params = SamplingParams(n=3, temperature=1.2, seed=5, max_tokens=12, ignore_eos=True)
-    one, again = (LLM(model).generate(prompts[:2], params, use_tqdm=False) for _ in range(2))
-    for a, b in zip(one, again, strict=True):
-        assert [c.token_ids for c in a.outputs] == [c.token_ids for c in b.outputs]
-        assert len({tuple(c.token_ids) for c in a.outputs}) == 3
-    single = LLM(model).generate(prompts[:2], SEEDED, use_tqdm=False)
-    assert [o.outputs[0].token_ids for o in single] == [o.outputs[0].token_ids for o in one]
-
-
-def test_get_logits_equals_what_generation_saw(model: Path, prompts: Prompts) -> None:
-    llm = LLM(model)
-    output = llm.generate([prompts[0]], GREEDY, use_tqdm=False)[0]
-    tokens = prompts[0] + output.outputs[0].token_ids
-    logits = llm.get_logits(tokens)
-    assert logits.shape == (len(tokens), llm.engine.runner.vocab_size) and logits.dtype == np.float32
-    for i, token in enumerate(output.outputs[0].token_ids):
-        assert logits[len(prompts[0]) - 1 + i].argmax() == token
-
-
-def teacher_forced(llm: LLM, reference: str) -> None:
-    """Along the recorded path the best token agrees unless two are close, and its log-probability is near."""
-    differences = []
-    for case in json.loads((DATA / reference).read_text()):
-        output = llm.generate(case["prompt"], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)[
-            0
+def alone(paths: dict[str, Path]) -> dict[str, list[tuple[Any, ...]]]:
+    """What each request of the workload gets when it is the only one, without a prefix cache."""
+    expected = {}
+    for arch, path in paths.items():
+        llm = make_llm(path, enable_prefix_caching=False)
+        expected[arch] = [
+            answers(llm, [prompt], params)[0] for prompt, params in zip(*workload(), strict=True)
         ]
-        assert output.prompt_token_ids == case["prompt_ids"], case["prompt"]
-        logits = llm.get_logits(case["prompt_ids"] + case["token_ids"]).astype(np.float64)
-        for position, (best, logprob, second) in case["steps"].items():
-            row = logits[len(case["prompt_ids"]) - 1 + int(position)]
-            log_p = row - row.max() - np.log(np.exp(row - row.max()).sum())
-            if logprob - second > 0.3:
-                assert row.argmax() == best, (case["prompt"], position)
-            differences.append(abs(log_p[best] - logprob))
-    assert max(differences) <= 0.4
-    assert np.mean(differences) <= 0.04
+    return expected
 
 
-def test_smollm2_follows_the_reference(smollm2_path: Path) -> None:
-    teacher_forced(LLM(smollm2_path), "smollm2_greedy.json")
+SETTINGS = {
+    "together": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "small chunks": {"max_num_batched_tokens": 13},
+    "one token a step": {"max_num_batched_tokens": 1},
+    "three at a time": {"max_num_seqs": 3},
+    "small blocks": {"block_size": 4, "num_blocks": 1024},
+    "small pool": {"num_blocks": 12, "max_num_batched_tokens": 64},
+    "two threads": {"num_threads": 2},
+    "scalar": {"isa": "scalar"},
+}
 
 
-def test_gemma3_follows_the_reference(gemma3_path: Path) -> None:
-    teacher_forced(LLM(gemma3_path), "gemma3_greedy.json")
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_company_changes_no_bit(
+    paths: dict[str, Path], alone: dict[str, list[tuple[Any, ...]]], arch: str, name: str
+) -> None:
+    llm = make_llm(paths[arch], **SETTINGS[name])
+    prompts, params = workload()
+    assert answers(llm, prompts, params) == alone[arch]
+    assert answers(llm, prompts[::-1], params[::-1]) == alone[arch][::-1]  # now with a warm prefix cache
+    stats = llm.engine.stats
+    assert (stats.preemptions > 0) == (name == "small pool")
+    assert (stats.prefix_hits > 0) == (name != "no prefix cache")
+    assert_empty(llm)
 
 
-def test_real_model_is_exact_in_company(smollm2_path: Path) -> None:
-    prompts = [
-        "The capital of France is",
-        "Once upon a time",
-        "def fibonacci(n):",
-        "2 + 2 =",
-        "Water boils at",
-    ]
-    llm = LLM(smollm2_path, num_blocks=512)
-    alone = [llm.generate(p, SEEDED, use_tqdm=False)[0] for p in prompts]
-    for isa in available_isas()[1:]:
-        llm = LLM(smollm2_path, num_blocks=512, isa=isa)
-        together = llm.generate(prompts * 4, SEEDED, use_tqdm=False)
-        assert [answer(o) for o in together] == [answer(o) for o in alone] * 4
+def test_arrival_steps_change_no_bit(paths: dict[str, Path], alone: dict[str, list[tuple[Any, ...]]]) -> None:
+    llm = make_llm(paths["llama"])
+    prompts, params = workload()
+    for _ in range(2):  # the steps count from each call on
+        steps = [(7 * i) % 20 for i in range(len(prompts))]
+        assert answers(llm, prompts, params, arrival_steps=steps) == alone["llama"]
 
 
-def test_text_is_what_the_model_says(smollm2_path: Path) -> None:
-    llm = LLM()  # the default model
-    output = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=2))[0]
-    assert output.outputs[0].text == " Paris."
-    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 2)
-    pieces = [
-        o.outputs[0].text
-        for o in llm.stream("Once upon a time", SamplingParams(temperature=0.0, max_tokens=30))
-    ]
-    whole = (
-        llm.generate("Once upon a time", SamplingParams(temperature=0.0, max_tokens=30))[0].outputs[0].text
-    )
-    assert "".join(pieces) == whole
+# The API
+
+
+def test_one_prompt_or_many_text_or_ids(llm: LLM) -> None:
+    (output,) = llm.generate("hello", GREEDY)
+    assert (output.prompt, output.prompt_token_ids) == ("hello", list(b"hello"))
+    assert output.finished and len(output.outputs) == 1
+    (from_ids,) = llm.generate(list(b"hello"), GREEDY)
+    assert from_ids.prompt is None
+    assert from_ids.outputs == output.outputs
+    outputs = llm.generate(["hello", list(b"bye"), np.array([1, 2])], GREEDY)
+    assert [output.prompt_token_ids for output in outputs] == [list(b"hello"), list(b"bye"), [1, 2]]
+    assert outputs[0].outputs == output.outputs
+    assert llm.generate([], GREEDY) == []
+
+
+def test_default_params_are_vllms(llm: LLM) -> None:
+    assert len(llm.generate("hello")[0].outputs[0].token_ids) <= 16
+
+
+def test_control_tokens_in_a_text_prompt_are_parsed(llm: LLM) -> None:
+    (output,) = llm.generate("<|im_end|>", GREEDY)
+    assert output.prompt_token_ids == [EOS_TOKEN_ID]
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("prompts", "message"),
     [
-        (lambda llm: llm.generate([[1], []]), "prompt 1"),
-        (lambda llm: llm.generate([[1], [999]]), "999"),
-        (lambda llm: llm.generate([[1] * 600]), "600"),
-        (lambda llm: llm.generate([[1]], [GREEDY, GREEDY]), "2"),
-        (lambda llm: llm.generate([[1]], SamplingParams(max_tokens=5000)), None),
-        (lambda llm: llm.get_logits([]), "token_ids"),
+        (["ok", ""], "prompt 1: the prompt is empty"),
+        (["ok", []], "prompt 1: the prompt is empty"),
+        (["ok", "ok", [300]], "prompt 2: prompt: 300 is no token id in"),
+        (["x" * 600, "ok"], "prompt 0: the prompt has 600 tokens, but max_model_len is 512"),
+        (["ok", "\ud83e"], "prompt 1: .*surrogate"),
     ],
 )
-def test_bad_input_leaves_the_engine_usable(
-    model: Path, call: Callable[[LLM], object], message: str | None
+def test_bad_prompt_is_named_before_anything_runs(llm: LLM, prompts: Any, message: str) -> None:
+    steps = llm.engine.stats.steps
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, GREEDY)
+    with pytest.raises(ValueError, match=message):
+        llm.stream(prompts, GREEDY)
+    assert llm.engine.stats.steps == steps
+    assert_empty(llm)
+
+
+def test_lists_of_other_lengths_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY])
+    with pytest.raises(ValueError, match="arrival_steps has 3 entries for 2 prompts"):
+        llm.generate(["a", "b"], GREEDY, [0, 1, 2])
+
+
+def test_stream_joins_to_what_generate_returns(llm: LLM) -> None:
+    prompts, params = workload()
+    expected = llm.generate(prompts, params)
+    texts: dict[tuple[str, int], str] = {}
+    entries: dict[tuple[str, int], list[Any]] = {}
+    for output in llm.stream(prompts, params):
+        for new in output.outputs:
+            key = (output.request_id, new.index)
+            texts[key] = texts.get(key, "") + new.text
+            entries.setdefault(key, []).extend(new.logprobs or ())
+    for i, output in enumerate(expected):
+        for completion in output.outputs:
+            assert texts[str(i), completion.index] == completion.text
+            assert entries[str(i), completion.index] == completion.logprobs
+
+
+def test_streams_may_be_read_in_turn_closed_or_never_read(llm: LLM) -> None:
+    expected = llm.generate(["a", "b"], GREEDY)
+    llm.stream("never read", GREEDY)
+    closed = llm.stream("closed", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    next(closed)
+    first, second = llm.stream("a", GREEDY), llm.stream("b", GREEDY)
+    texts = ["", ""]
+    for one, other in zip(first, second, strict=True):
+        texts[0] += one.outputs[0].text
+        texts[1] += other.outputs[0].text
+    assert texts == [output.outputs[0].text for output in expected]
+    assert llm.engine.stats.num_running == 1
+    closed.close()  # type: ignore[attr-defined]
+    assert_empty(llm)
+
+
+def test_failed_step_reaches_every_stream_and_leaves_a_usable_llm(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(model, num_blocks=64)
-    if message is None:
-        call(llm)
-    else:
-        with pytest.raises(ValueError, match=message):
-            call(llm)
-    assert llm.engine.stats.free_blocks == 64
-    assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    expected = answers(llm, "again")
+    other = llm.stream("other", GREEDY)
+    next(other)
+
+    def fail(scheduled: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        llm.generate("again", GREEDY)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="dropped"):
+        next(other)
+    assert_empty(llm)
+    assert answers(llm, "again") == expected
+
+
+def test_seed_of_the_llm(paths: dict[str, Path]) -> None:
+    params = SamplingParams(temperature=2, max_tokens=20, ignore_eos=True)
+    runs = [answers(make_llm(paths["llama"], seed=seed), ["a"] * 3, params) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1]
+    assert len({str(answer) for run in (runs[0], runs[2]) for answer in run}) == 6
+
+
+def test_chat(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi <|im_end|>"}]
+    ids = llm.encode_chat(messages)
+    assert ids.count(EOS_TOKEN_ID) == 1  # the template's own
+    (output,) = llm.chat(messages, GREEDY)
+    assert output.prompt_token_ids == ids
+    assert [o.outputs for o in llm.chat([messages, messages], GREEDY)] == [output.outputs] * 2
+    with pytest.raises(ChatTemplateError, match="exclude each other"):
+        llm.chat(messages, continue_final_message=True)
+
+
+def test_chat_without_a_template(paths: dict[str, Path]) -> None:
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        make_llm(paths["gemma3"]).chat([{"role": "user", "content": "hi"}])
+
+
+def test_logits_agree_with_logprobs(llm: LLM) -> None:
+    ids = list(b"some words")
+    logits = llm.get_logits(ids)
+    assert (logits.shape, logits.dtype) == ((10, 260), np.float32)
+    (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1, logprobs=3))
+    logprobs = logits[-1].astype(np.float64) - np.log(np.exp(logits[-1].astype(np.float64)).sum())
+    assert output.outputs[0].logprobs is not None
+    for token_id, entry in output.outputs[0].logprobs[0].items():
+        assert entry.logprob == pytest.approx(logprobs[token_id], abs=1e-5)
+        assert entry.rank == 1 + int((logprobs > logprobs[token_id]).sum())
+    assert_empty(llm)
+
+
+def test_progress_bar_on_a_terminal_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a"] * 6, GREEDY)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    expected = answers(llm, ["a"] * 6, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    assert answers(llm, ["a"] * 6) == expected
+    captured = capsys.readouterr()
+    assert captured.out == "" and "6/6" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"block_size": "16"}, "block_size"),
+        ({"device": "gpu"}, "gpu"),
+        ({"isa": "mmx"}, "mmx"),
+        ({"kv_cache_memory": 10}, "kv_cache_memory"),
+        ({"max_model_len": 1024}, "512"),
+    ],
+)
+def test_bad_settings(paths: dict[str, Path], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(paths["llama"], **settings)
+
+
+# A real model
+
+
+def test_stop_strings_on_a_real_model(smollm2_path: Path) -> None:
+    llm = LLM(smollm2_path, max_model_len=256, num_blocks=64)
+    params = SamplingParams(temperature=0, max_tokens=64)
+    whole = llm.generate("Once upon a time", params)[0].outputs[0].text
+    stops = [whole[k : k + 9] for k in range(5, 41)]
+    stopped = [SamplingParams(temperature=0, max_tokens=64, stop=stop) for stop in stops]
+    texts = [""] * len(stops)
+    for output in llm.stream(["Once upon a time"] * len(stops), stopped):
+        i = int(output.request_id)
+        texts[i] += output.outputs[0].text
+        assert whole[: whole.find(stops[i])].startswith(texts[i])
+    assert texts == [whole[: whole.find(stop)] for stop in stops]
+
+
+def test_forced_and_banned_tokens_on_a_real_model(smollm2_path: Path) -> None:
+    llm = LLM(smollm2_path, max_model_len=256, num_blocks=64)
+    france = "The capital of France is"
+    one = {"temperature": 0, "max_tokens": 5}
+    (output,) = llm.generate(france, SamplingParams(**one, logit_bias={33: 100}))
+    assert output.outputs[0].text == "11111"
+    paris, the = 7042, 260
+    (output,) = llm.generate(france, SamplingParams(**one, logprobs=4))
+    assert output.outputs[0].token_ids[0] == paris
+    (output,) = llm.generate(france, SamplingParams(**one, logit_bias={paris: -100}, logprobs=4))
+    assert output.outputs[0].token_ids[0] == the
+    assert output.outputs[0].logprobs is not None
+    values = {i: entry.logprob for i, entry in output.outputs[0].logprobs[0].items()}
+    assert values[paris] == pytest.approx(-0.258, abs=0.1)  # the bias does not show in logprobs
+    assert values[the] == pytest.approx(-2.741, abs=0.1)
+    emoji_halves = SamplingParams(**one, logit_bias={10813: 100})
+    assert llm.generate(france, emoji_halves)[0].outputs[0].text == "".join(
+        output.outputs[0].text for output in llm.stream(france, emoji_halves)
+    )
+    for end in (0, 2):
+        (output,) = llm.generate(france, SamplingParams(**one, logit_bias={end: 100}))
+        completion = output.outputs[0]
+        assert (completion.text, completion.finish_reason, completion.token_ids) == ("", "stop", [end])
+    with pytest.raises(ValueError, match="empty"):
+        llm.generate("\u0004")  # a byte that has no token in this vocabulary
