@@ -1,0 +1,5 @@
+import sys
+
+from rvllm.cli import main
+
+sys.exit(main())

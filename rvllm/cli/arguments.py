@@ -1,0 +1,64 @@
+"""Arguments of every command that loads a model."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+from rvllm.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from rvllm.llm import LLM
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def size(text: str) -> int:
+    """Bytes, as in 1000000, 512M, 1.5G or 2GiB; the units are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 512M or 2G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+# fmt: off
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model and engine").add_argument
+    add("-m", "--model", help="a GGUF file, or what `rvllm pull` takes (default: SmolLM2 135M, fetched once)")
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in the model file")
+    add("--device", default="cpu", help="where to compute (default: %(default)s)")
+    add("--isa", help="scalar, avx2, avx512_vnni, amx or neon (default: the best this machine has)")
+    add("-t", "--threads", type=int, metavar="N", help="threads (default: the processors at hand)")
+    add("-c", "--max-model-len", "--ctx-size", type=int, metavar="N",
+        help="most tokens of one prompt and its answer together (default: what the model was trained for)")
+    add("-np", "--max-num-seqs", "--parallel", type=int, default=64, metavar="N",
+        help="prompts that run at a time (default: %(default)s)")
+    add("-b", "--max-num-batched-tokens", "--batch-size", type=int, default=512, metavar="N",
+        help="tokens computed in one step (default: %(default)s)")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens in a KV-cache block (default: %(default)s)")
+    add("--num-blocks", type=int, metavar="N", help="KV-cache blocks (default: from the free memory)")
+    add("--kv-cache-memory", type=size, metavar="SIZE", help="size of the KV cache, such as 512M or 2G")
+    add("--no-prefix-caching", action="store_true", help="compute every prompt from its beginning")
+# fmt: on
+
+
+def load_llm(args: argparse.Namespace) -> LLM:
+    """Loads the model that args ask for. Raises CommandError."""
+    with user_errors():
+        from rvllm.llm import LLM
+
+        return LLM(
+            model=args.model,
+            tokenizer=args.tokenizer,
+            device=args.device,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            block_size=args.block_size,
+            num_blocks=args.num_blocks,
+            kv_cache_memory=args.kv_cache_memory,
+            enable_prefix_caching=not args.no_prefix_caching,
+            num_threads=args.threads,
+            isa=args.isa,
+        )

@@ -1,0 +1,147 @@
+"""Complete one prompt, or many at once.
+
+Standard output holds the completions alone, in the order of the prompts, each followed by a newline. The exit
+status is 2 if an option or a prompt was refused; the other prompts still run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rvllm.cli.arguments import add_engine_arguments, load_llm
+from rvllm.cli.errors import CommandError, one_line, user_errors
+from rvllm.cli.printer import JSONPrinter, TextPrinter, use_utf8
+from rvllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rvllm.llm import LLM
+
+HELP = "complete prompts"
+
+
+# fmt: off
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prompts").add_argument
+    add("-p", "--prompt", dest="sources", action="append", type=lambda text: (text == "-", text), metavar="TEXT",
+        help="a prompt, or - to read one from standard input; may be repeated")
+    add("-f", "--file", dest="sources", action="append", type=lambda path: (True, path), metavar="FILE",
+        help="a file with one prompt, whose last newline does not count; may be repeated")
+    add("--chat", action="store_true", help="send each prompt as a message, in the model's chat template")
+    add("--system", metavar="TEXT", help="with --chat: the system message")
+    add("--arrival-step", type=int, nargs="+", action="extend", metavar="N",
+        help="the step in which the prompts join: one number for all or one for each")
+
+    add = parser.add_argument_group("sampling").add_argument
+    add("-n", "--max-tokens", "--n-predict", "--predict", type=int, default=128, metavar="N",
+        help="most tokens of a completion (default: %(default)s)")
+    add("--temperature", "--temp", type=float, default=0.0, metavar="T",
+        help="0 takes the best token every time (default: %(default)g)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the best tokens that sum up to probability P")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K best tokens; 0 keeps all")
+    add("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the best")
+    add("-s", "--seed", type=int, metavar="N", help="of each prompt's random numbers (default: a new one)")
+    add("--repetition-penalty", "--repeat-penalty", type=float, default=1.0, metavar="X",
+        help="above 1, against tokens of the prompt and the completion so far")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="against tokens of the completion so far")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, for each time they occur")
+    add("--stop", action="append", metavar="TEXT", help="end the completion before TEXT; may be repeated")
+    add("--ignore-eos", action="store_true", help="do not end where the model would")
+    add("--logprobs", type=int, metavar="N", help="with --json: log probabilities of each token and the N best")
+
+    group = parser.add_argument_group("output")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--stream", action="store_true", help="print text as it comes")
+    form.add_argument("--json", action="store_true", help="print a line of JSON for each prompt")
+    group.add_argument("--debug", action="store_true", help="report on standard error what the engine did")
+    add_engine_arguments(parser)
+# fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    prompts, steps, params = _read_prompts(args.sources), args.arrival_step or [0], _sampling_params(args)
+    if args.system is not None and not args.chat:
+        raise CommandError("--system needs --chat")
+    if len(steps) not in (1, len(prompts)):
+        raise CommandError(f"--arrival-step: {len(steps)} numbers for {len(prompts)} prompts")
+    llm = load_llm(args)
+    if args.chat and llm.chat_template is None:
+        raise CommandError("--chat: the model has no chat template")
+
+    use_utf8()
+    printer = JSONPrinter(prompts) if args.json else TextPrinter(len(prompts), args.stream)
+    num_refused = 0
+    for i, prompt in enumerate(prompts):
+        try:
+            chat = [{"role": "user", "content": prompt}]
+            if args.system is not None:
+                chat.insert(0, {"role": "system", "content": args.system})
+            ids_or_text = llm.encode_chat(chat) if args.chat else prompt
+            llm.engine.add_request(str(i), ids_or_text, params, steps[i % len(steps)])
+        except ValueError as error:
+            num_refused += 1
+            printer.refuse(i, one_line(error))
+            print(f"rvllm: error: prompt {i + 1}: {one_line(error)}", file=sys.stderr)
+    while llm.engine.has_unfinished:
+        for output in llm.engine.step():
+            printer.add(output)
+    if args.debug:
+        _report(llm, len(prompts), num_refused)
+    return 2 if num_refused else 0
+
+
+def _read_prompts(sources: list[tuple[bool, str]] | None) -> list[str]:
+    """The prompts of the command line, in its order. A source is (whether it is a file, text or path)."""
+    if not sources:
+        raise CommandError("no prompt: use -p TEXT, -f FILE, or -p - for standard input")
+    if sum(is_file and path == "-" for is_file, path in sources) > 1:
+        raise CommandError("standard input can be read once only")
+    return [_read_file(text) if is_file else text for is_file, text in sources]
+
+
+def _read_file(path: str) -> str:
+    name = "standard input" if path == "-" else path
+    with user_errors():
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{name}: byte {error.start} is not UTF-8") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    with user_errors():
+        return SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            seed=args.seed,
+            stop=args.stop,
+            ignore_eos=args.ignore_eos,
+            max_tokens=args.max_tokens,
+            presence_penalty=args.presence_penalty,
+            frequency_penalty=args.frequency_penalty,
+            repetition_penalty=args.repetition_penalty,
+            logprobs=args.logprobs,
+        )
+
+
+def _report(llm: LLM, num_prompts: int, num_refused: int) -> None:
+    stats = llm.engine.stats
+    hit_rate = 100 * stats.prefix_hits / max(1, stats.prefix_queries)
+    prefill_rate = stats.prefill_tokens / max(1e-9, stats.prefill_seconds)
+    decode_rate = stats.decode_tokens / max(1e-9, stats.decode_seconds)
+    lines = (
+        f"prompts: {num_prompts - num_refused} run, {num_refused} refused",
+        f"prefix cache: {stats.prefix_hits} of {stats.prefix_queries} prompt tokens found, {hit_rate:.1f} %",
+        f"blocks: {stats.allocated_blocks} allocated, {stats.num_blocks} in the pool",
+        f"preemptions: {stats.preemptions}",
+        f"steps: {stats.steps}",
+        f"prefill: {stats.prefill_tokens} tokens, {prefill_rate:.1f} tok/s",
+        f"decode: {stats.decode_tokens} tokens, {decode_rate:.1f} tok/s",
+    )
+    print(*lines, sep="\n", file=sys.stderr)

@@ -1,0 +1,153 @@
+"""Show what a model file holds, the memory it needs, and what this machine would run it with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rvllm.cli.errors import one_line, user_errors
+from rvllm.cli.printer import use_utf8
+
+if TYPE_CHECKING:
+    from rvllm.gguf_file import GGUFFile
+
+HELP = "show what a model file holds and needs"
+
+KV_ELEMENT_SIZE = 2  # bytes of each number in the KV cache
+MAX_ITEMS = 4  # shown of an array
+MAX_CHARACTERS = 80  # shown of a string
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a GGUF file, or what `rvllm pull` takes (default: the default model)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    with user_errors():
+        from rvllm.gguf_file import GGUFFile
+        from rvllm.models import resolve_model
+
+        with GGUFFile(resolve_model(args.model)) as gguf:
+            facts = {
+                "file": str(gguf.path),
+                "gguf_version": gguf.version,
+                "metadata": {key: _shorten(value) for key, value in gguf.metadata.items()},
+                "tensors": _tensors_by_type(gguf),
+                "memory": _memory(gguf),
+                "machine": _machine(),
+            }
+    use_utf8()
+    print(json.dumps(facts, ensure_ascii=False, indent=2) if args.json else _text(facts))
+    return 0
+
+
+def _shorten(value: Any) -> Any:
+    """A metadata value that fits on a line and into JSON."""
+    import numpy as np
+
+    if isinstance(value, str):
+        return (
+            value
+            if len(value) <= MAX_CHARACTERS
+            else f"{value[:MAX_CHARACTERS]}... ({len(value)} characters)"
+        )
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has neither infinity nor NaN
+    if isinstance(value, (list, np.ndarray)):
+        items = [_shorten(item) for item in np.asarray(value[:MAX_ITEMS], dtype=object).tolist()]
+        return items if len(value) <= MAX_ITEMS else [*items, f"... ({len(value)} in all)"]
+    return value
+
+
+def _tensors_by_type(gguf: GGUFFile) -> dict[str, dict[str, int]]:
+    """Number and bytes of the tensors of each type, the largest share first."""
+    types: dict[str, dict[str, int]] = {}
+    for tensor in gguf.tensors.values():
+        share = types.setdefault(tensor.type.name, {"tensors": 0, "bytes": 0})
+        share["tensors"] += 1
+        share["bytes"] += tensor.data.nbytes
+    return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _memory(gguf: GGUFFile) -> dict[str, Any]:
+    """Bytes of weights and KV cache; the reason instead, where rvllm cannot run the model."""
+    from rvllm.config import ModelConfig
+
+    weights = {"weights": sum(tensor.data.nbytes for tensor in gguf.tensors.values())}
+    try:
+        config = ModelConfig.from_gguf(gguf)
+    except ValueError as error:
+        return {**weights, "error": one_line(error)}
+    kv_per_token = 2 * KV_ELEMENT_SIZE * config.num_layers * config.num_kv_heads * config.head_dim
+    return {
+        **weights,
+        "kv_cache_per_token": kv_per_token,
+        "kv_cache_per_context": kv_per_token * config.context_length,
+        "context_length": config.context_length,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    from rvllm import _core
+    from rvllm.system import available_cpus, available_memory
+
+    return {
+        "isa": _core.detect_isa(),
+        "available_isas": list(_core.available_isas()),
+        "threads": available_cpus(),
+        "free_memory": available_memory(),
+    }
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    memory, machine = facts["memory"], facts["machine"]
+    needs = {"weights": _mib(memory["weights"])}
+    if "error" in memory:
+        needs["cannot run"] = memory["error"]
+    else:
+        needs["KV cache"] = f"{memory['kv_cache_per_token']} bytes a token"
+        needs["full context"] = (
+            f"{_mib(memory['kv_cache_per_context'])} for {memory['context_length']} tokens"
+        )
+    return "\n".join(
+        (
+            *_section("File", {"path": facts["file"], "GGUF version": facts["gguf_version"]}),
+            *_section("Metadata", facts["metadata"]),
+            *_section(
+                "Tensors",
+                {k: f"{v['tensors']} tensors, {_mib(v['bytes'])}" for k, v in facts["tensors"].items()},
+            ),
+            *_section("Memory", needs),
+            *_section(
+                "Machine",
+                {
+                    "ISA": f"{machine['isa']} (of {', '.join(machine['available_isas'])})",
+                    "threads": machine["threads"],
+                    "free memory": _mib(machine["free_memory"]),
+                },
+            ),
+        )
+    )
+
+
+def _section(title: str, entries: Mapping[str, Any]) -> Iterator[str]:
+    from rvllm.gguf_file import printable
+
+    yield title
+    width = max(map(len, entries), default=0)
+    for name, value in entries.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        yield f"  {printable(name):{width}}  {printable(text)}"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
