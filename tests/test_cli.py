@@ -248,6 +248,12 @@ def test_mistakes(generate: Generate, argv: list[str], words: list[str]) -> None
     generate("-p", "hi", *argv).assert_refused(*words)
 
 
+def test_warning_has_the_form_of_an_error(model: Path) -> None:
+    argv = command("generate", "-m", str(model), "--num-blocks", "8", "-t", "1000", "-n", "1", "-p", "hi")
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("rvllm: warning: num_threads 1000 ") and done.stderr.count("\n") == 1
+
+
 def test_negative_arrival_step_is_the_prompts_error(generate: Generate) -> None:
     run = generate("-p", "hi", "--arrival-step", "-1")
     assert run.status == 2 and "arrival_step" in run.err

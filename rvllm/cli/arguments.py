@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_llm(args: argparse.Namespace) -> LLM:
     """Loads the model that args ask for. Raises CommandError."""
+    logging.basicConfig(format="rvllm: warning: %(message)s", level=logging.WARNING)
     with user_errors():
         from rvllm.llm import LLM
 
