@@ -31,8 +31,10 @@ struct Batch {
 class Weight {
  public:
   virtual ~Weight() = default;
+  std::string name;  // of its tensor, or of the first of several, without its layer
   int64_t rows = 0;
   int64_t cols = 0;
+  int64_t bytes = 0;
 };
 
 class KVCache {

@@ -9,6 +9,7 @@
 #include "cpu/cpu_backend.h"
 #include "cpu/cpu_features.h"
 #include "model.h"
+#include "profiler.h"
 #include "quant.h"
 #include "sampler.h"
 
@@ -149,6 +150,17 @@ PYBIND11_MODULE(_core, m) {
   py::class_<CpuBackend, Backend, std::shared_ptr<CpuBackend>>(m, "CpuBackend")
       .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("isa") = "")
       .def_property_readonly("isa", [](const CpuBackend& b) { return std::string(b.isa()); });
+
+  py::class_<ProfiledBackend, Backend, std::shared_ptr<ProfiledBackend>>(m, "ProfiledBackend")
+      .def(py::init<std::shared_ptr<Backend>>(), py::arg("backend"))
+      .def("reset", &ProfiledBackend::reset)
+      .def("rows",
+           [](const ProfiledBackend& b) {
+             py::list rows;
+             for (const ProfileRow& r : b.rows()) rows.append(py::make_tuple(r.name, r.calls, r.seconds, r.bytes, r.macs));
+             return rows;
+           },
+           "[(operation, calls, seconds, bytes, multiply-accumulates), ...], slowest first.");
 
   py::class_<Sampler>(m, "Sampler")
       .def(py::init([](int vocab_size, double temperature, double top_p, int top_k, double min_p,

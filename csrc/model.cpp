@@ -29,6 +29,7 @@ class Loader {
     check(biases.empty() || biases.size() == tensors.size(), parts.front().first,
           ".bias: some of the matrices beside it have a bias and some have not");
     auto weight = backend_.load_weight(tensors, biases);
+    weight->name = parts.front().first.substr(parts.front().first.rfind('.') + 1);
     for (const HostTensor& t : tensors) source_.done(t.name);
     for (const HostTensor& t : biases) source_.done(t.name);
     return weight;

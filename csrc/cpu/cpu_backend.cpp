@@ -129,6 +129,7 @@ std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& t
         repack_tile(type, t.data, t.rows, t.cols, tile, part.data.get() + tile * part.tile_bytes);
     });
     weight->rows += t.rows;
+    weight->bytes += part.tiles() * part.tile_bytes;
     weight->has_quantized |= type.decode != nullptr;
     weight->parts.push_back(std::move(part));
   }
