@@ -103,39 +103,62 @@ void store_kv(const float* k, const float* v, int head_dim, int block_size, int 
   }
 }
 
-// scores[r][p - begin] = q[r] . K[p] * scale for the positions [from, to) of a partition; from is a multiple of 16.
-template <int R>
-void score_rows(const AttentionArgs& args, int row, int begin, int from, int to, float (*scores)[kPartition]) {
-  const bool whole = args.block_size % 16 == 0;
-  for (int p = from; p < to; p += 16) {
-    Vec sum[R];
+// The 16 values of K at dimension d of the positions from p on: one load where they lie in one block.
+inline Vec load_keys(const AttentionArgs& args, int p, int to, int d) {
+  const int block_size = args.block_size;
+  uint16_t lanes[16] = {};
+  for (int i = 0; i < 16 && p + i < to; ++i)
+    lanes[i] = args.k_cache[args.block_table[(p + i) / block_size] * args.block_stride + int64_t(d) * block_size +
+                            (p + i) % block_size];
+  return load_f16(lanes);
+}
+
+// scores[r][p - begin] = q[r] . K[p] * scale for R rows and the 16 P positions from p on, or as many as there are.
+template <int R, int P>
+inline void score_positions(const AttentionArgs& args, int row, int begin, int p, int to, float (*scores)[kPartition]) {
+  const int block_size = args.block_size;
+  const bool whole = block_size % 16 == 0;
+  const uint16_t* keys[P];
+  for (int i = 0; i < P; ++i) {
+    const int position = p + 16 * i;
+    keys[i] = args.k_cache + args.block_table[position / block_size] * args.block_stride + position % block_size;
+  }
+  Vec sum[P][R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[r] = set1(0.0f);
-    const uint16_t* keys = args.k_cache + args.block_table[p / args.block_size] * args.block_stride + p % args.block_size;
-    for (int d = 0; d < args.head_dim; ++d) {
-      Vec k;
-      if (whole) {
-        k = load_f16(keys + int64_t(d) * args.block_size);
-      } else {  // 16 positions that lie in more than one block
-        uint16_t lanes[16] = {};
-        for (int i = 0; i < 16 && p + i < to; ++i)
-          lanes[i] = args.k_cache[args.block_table[(p + i) / args.block_size] * args.block_stride +
-                                  int64_t(d) * args.block_size + (p + i) % args.block_size];
-        k = load_f16(lanes);
-      }
+  for (int i = 0; i < P; ++i)
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sum[r] = fma(set1(args.q[row + r][d]), k, sum[r]);
-    }
+    for (int r = 0; r < R; ++r) sum[i][r] = set1(0.0f);
+  for (int d = 0; d < args.head_dim; ++d) {
+    Vec k[P];
+#pragma GCC unroll 8
+    for (int i = 0; i < P; ++i)
+      k[i] = whole ? load_f16(keys[i] + int64_t(d) * block_size) : load_keys(args, p + 16 * i, to, d);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      Vec s = mul(sum[r], set1(args.scale));
+      const Vec q = set1(args.q[row + r][d]);
+#pragma GCC unroll 8
+      for (int i = 0; i < P; ++i) sum[i][r] = fma(q, k[i], sum[i][r]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < P; ++i) {
+      Vec s = mul(sum[i][r], set1(args.scale));
       if (args.soft_cap > 0.0f) {  // cap * tanh(s / cap)
         const Vec e = exp(mul(s, set1(2.0f / args.soft_cap)));
         s = mul(set1(args.soft_cap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
       }
-      store(scores[row + r] + p - begin, s);
+      store(scores[row + r] + p + 16 * i - begin, s);
     }
-  }
+}
+
+// Scores of R rows at the positions [from, to) of a partition; from is a multiple of 16.
+template <int R>
+void score_rows(const AttentionArgs& args, int row, int begin, int from, int to, float (*scores)[kPartition]) {
+  int p = from;
+  for (; p + 16 < to; p += 32) score_positions<R, 2>(args, row, begin, p, to, scores);
+  if (p < to) score_positions<R, 1>(args, row, begin, p, to, scores);
 }
 
 // A row's running softmax over the partitions seen so far, and the factors that merge the next one in.
@@ -181,41 +204,89 @@ inline void soften(const AttentionArgs& args, int r, int begin, int from, int to
   state.total = __builtin_fmaf(total, state.take, state.total * state.keep);
 }
 
-// outputs[r][d..] merges in sum over p of weight[r][p] * V[p][d..], positions in ascending order, for R rows.
+// outputs[r][d..] merges in sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many
+// as there are; positions in ascending order.
+template <int R, int C>
+inline void weigh_columns(const AttentionArgs& args, int row, int begin, int from, int to,
+                          const float (*weights)[kPartition], const RowState* states, float* outputs, int d) {
+  const int padded_dim = (args.head_dim + 15) / 16 * 16;
+  const bool whole = d + 16 * C <= args.head_dim;
+  Vec sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = set1(0.0f);
+  for (int p = from; p < to;) {
+    const int offset = p % args.block_size;
+    const int run = args.block_size - offset < to - p ? args.block_size - offset : to - p;
+    const uint16_t* values =
+        args.v_cache + args.block_table[p / args.block_size] * args.block_stride + int64_t(offset) * args.head_dim + d;
+    for (int i = 0; i < run; ++i, values += args.head_dim) {
+      Vec v[C];
+      if (whole) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) v[c] = load_f16(values + 16 * c);
+      } else {
+        uint16_t lanes[16 * C] = {};
+        for (int j = 0; d + j < args.head_dim; ++j) lanes[j] = values[j];
+        for (int c = 0; c < C; ++c) v[c] = load_f16(lanes + 16 * c);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vec w = set1(weights[row + r][p + i - begin]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = fma(w, v[c], sum[r][c]);
+      }
+    }
+    p += run;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const RowState& state = states[row + r];
+    if (!state.visible) continue;
+    float* out = outputs + int64_t(row + r) * padded_dim + d;
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c)
+      store(out + 16 * c, fma(sum[r][c], set1(state.take), mul(load(out + 16 * c), set1(state.keep))));
+  }
+}
+
 template <int R>
 void weigh_values(const AttentionArgs& args, int row, int begin, int from, int to, const float (*weights)[kPartition],
-                  const RowState* states, float* outputs, int padded_dim) {
-  for (int d = 0; d < args.head_dim; d += 16) {
-    const bool whole = d + 16 <= args.head_dim;
-    Vec sum[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[r] = set1(0.0f);
-    for (int p = from; p < to;) {
-      const int offset = p % args.block_size;
-      const int run = args.block_size - offset < to - p ? args.block_size - offset : to - p;
-      const uint16_t* values = args.v_cache + args.block_table[p / args.block_size] * args.block_stride +
-                               int64_t(offset) * args.head_dim + d;
-      for (int i = 0; i < run; ++i, values += args.head_dim) {
-        Vec v;
-        if (whole) {
-          v = load_f16(values);
-        } else {
-          uint16_t lanes[16] = {};
-          for (int j = 0; d + j < args.head_dim; ++j) lanes[j] = values[j];
-          v = load_f16(lanes);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) sum[r] = fma(set1(weights[row + r][p + i - begin]), v, sum[r]);
-      }
-      p += run;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const RowState& state = states[row + r];
-      if (!state.visible) continue;
-      float* out = outputs + int64_t(row + r) * padded_dim + d;
-      store(out, fma(sum[r], set1(state.take), mul(load(out), set1(state.keep))));
-    }
+                  const RowState* states, float* outputs) {
+  int d = 0;
+  for (; d + 16 * kColumnVecs <= args.head_dim; d += 16 * kColumnVecs)
+    weigh_columns<R, kColumnVecs>(args, row, begin, from, to, weights, states, outputs, d);
+  for (; d < args.head_dim; d += 16) weigh_columns<R, 1>(args, row, begin, from, to, weights, states, outputs, d);
+}
+
+struct Score {
+  const AttentionArgs& args;
+  int begin, from, to;
+  float (*scores)[kPartition];
+  template <int R>
+  void operator()(int row) const { score_rows<R>(args, row, begin, from, to, scores); }
+};
+
+struct Weigh {
+  const AttentionArgs& args;
+  int begin, from, to;
+  const float (*weights)[kPartition];
+  const RowState* states;
+  float* outputs;
+  template <int R>
+  void operator()(int row) const { weigh_values<R>(args, row, begin, from, to, weights, states, outputs); }
+};
+
+// Calls f.template operator()<R>(row) over groups of at most four rows.
+template <class F>
+inline void for_row_groups(int rows, const F& f) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) f.template operator()<4>(r);
+  switch (rows - r) {
+    case 3: return f.template operator()<3>(r);
+    case 2: return f.template operator()<2>(r);
+    case 1: return f.template operator()<1>(r);
   }
 }
 
@@ -235,13 +306,9 @@ void attention(const AttentionArgs& args) {
   for (int begin = first / kPartition * kPartition; begin < last; begin += kPartition) {
     const int from = first > begin ? first / 16 * 16 : begin;
     const int to = last < begin + kPartition ? last : begin + kPartition;
-    int r = 0;
-    for (; r + 4 <= args.rows; r += 4) score_rows<4>(args, r, begin, from, to, scores);
-    for (; r < args.rows; ++r) score_rows<1>(args, r, begin, from, to, scores);
-    for (r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], states[r]);
-    for (r = 0; r + 4 <= args.rows; r += 4)
-      weigh_values<4>(args, r, begin, from, to, scores, states, outputs, padded_dim);
-    for (; r < args.rows; ++r) weigh_values<1>(args, r, begin, from, to, scores, states, outputs, padded_dim);
+    for_row_groups(args.rows, Score{args, begin, from, to, scores});
+    for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], states[r]);
+    for_row_groups(args.rows, Weigh{args, begin, from, to, scores, states, outputs});
   }
   for (int r = 0; r < args.rows; ++r) {
     const float inverse = 1.0f / states[r].total;

@@ -4,6 +4,7 @@ struct Vec { __m256 lo, hi; };
 struct IVec { __m256i lo, hi; };
 
 constexpr int kRows = 4;
+constexpr int kColumnVecs = 2;
 constexpr int kByteOffset = 0;
 
 inline Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }

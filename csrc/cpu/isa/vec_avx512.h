@@ -5,6 +5,7 @@ using Vec = __m512;
 using IVec = __m512i;
 
 constexpr int kRows = 8;
+constexpr int kColumnVecs = 4;
 constexpr int kByteOffset = 128;  // vpdpbusd takes unsigned codes
 
 inline Vec set1(float a) { return _mm512_set1_ps(a); }
