@@ -86,7 +86,7 @@ std::vector<float> to_floats(const HostTensor& t) {
 }  // namespace
 
 CpuBackend::CpuBackend(int num_threads, const std::string& isa)
-    : kernels_(select_kernels(isa)), pool_(num_threads), attention_scratch_(size_t(num_threads)) {}
+    : kernels_(select_kernels(isa)), pool_(num_threads) {}
 
 MemoryInfo CpuBackend::memory_info() const {
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
@@ -245,47 +245,96 @@ void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
 void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                  const AttentionParams& params) {
   const auto& kv = static_cast<const CpuKVCache&>(cache);
-  const int d = params.head_dim;
+  plan_attention(params);
+  // With few tasks, partitions of one task go to several threads; merging them is a loop of its own.
+  const bool split = attention_tasks_.size() < size_t(4 * pool_.size());
+  const int d = params.head_dim, threads = pool_.size();
+  const int64_t part_floats = int64_t(kMaxQueryRows) * (2 + padded_head_dim(d));
+  const int64_t parts = split ? num_partitions_ : 2 * threads;
+  if (int64_t(attention_parts_.size()) < parts * part_floats) attention_parts_.resize(size_t(parts * part_floats));
+  const auto part = [&](int64_t i) {
+    float* p = attention_parts_.data() + i * part_floats;
+    return AttentionPart{p, p + kMaxQueryRows, p + 2 * kMaxQueryRows};
+  };
+  const auto arguments = [&](const AttentionTask& task) {
+    AttentionArgs args;
+    args.head_dim = d;
+    args.block_size = kv.spec.block_size;
+    args.block_table = batch_->block_tables + int64_t(task.request) * batch_->max_blocks;
+    args.k_cache = kv.head(layer, task.kv_head);
+    args.v_cache = args.k_cache + kv.matrix();
+    args.block_stride = kv.block_stride();
+    args.scale = params.scale;
+    args.soft_cap = params.soft_cap;
+    args.rows = 0;
+    for (int t = task.first_token; t < task.first_token + task.num_tokens; ++t)
+      for (int h = task.first_head; h < task.first_head + task.num_heads; ++h, ++args.rows) {
+        args.q[args.rows] = q.row(t) + int64_t(h) * d;
+        args.first[args.rows] = first_visible(t, params);
+        args.last[args.rows] = batch_->positions[t] + 1;
+      }
+    return args;
+  };
+  const auto finish = [&](const AttentionTask& task, const AttentionPart& sum) {
+    int r = 0;
+    for (int t = task.first_token; t < task.first_token + task.num_tokens; ++t)
+      for (int h = task.first_head; h < task.first_head + task.num_heads; ++h, ++r) {
+        const float inverse = 1.0f / sum.total[r];
+        const float* values = sum.values + int64_t(r) * padded_head_dim(d);
+        for (int i = 0; i < d; ++i) out.row(t)[int64_t(h) * d + i] = values[i] * inverse;
+      }
+  };
+
+  if (split)
+    pool_.parallel_for(num_partitions_, 1, [&](int64_t begin, int64_t, int) {
+      const auto after = std::upper_bound(attention_tasks_.begin(), attention_tasks_.end(), begin,
+                                          [](int64_t i, const AttentionTask& task) { return i < task.first_part; });
+      const AttentionTask& task = *(after - 1);
+      kernels_.attend_partition(arguments(task), (task.first_partition + int(begin - task.first_part)) * kPartition,
+                                part(begin));
+    });
+  pool_.parallel_for(int64_t(attention_tasks_.size()), 1, [&](int64_t begin, int64_t, int thread) {
+    const AttentionTask& task = attention_tasks_[size_t(begin)];
+    const int rows = task.num_tokens * task.num_heads;
+    AttentionPart sum = part(task.first_part);
+    if (split) {  // the first partition becomes the sum
+      for (int i = 1; i < task.num_partitions; ++i)
+        kernels_.merge_partition(rows, d, part(task.first_part + i), sum);
+    } else {
+      const AttentionArgs args = arguments(task);
+      sum = part(2 * thread);
+      kernels_.attend_partition(args, task.first_partition * kPartition, sum);
+      for (int i = 1; i < task.num_partitions; ++i) {
+        kernels_.attend_partition(args, (task.first_partition + i) * kPartition, part(2 * thread + 1));
+        kernels_.merge_partition(rows, d, part(2 * thread + 1), sum);
+      }
+    }
+    finish(task, sum);
+  });
+}
+
+int CpuBackend::first_visible(int token, const AttentionParams& params) const {
+  return params.window > 0 ? std::max(0, batch_->positions[token] + 1 - params.window) : 0;
+}
+
+// Cuts the step's queries into tasks: some tokens of one request times the heads of one KV head.
+void CpuBackend::plan_attention(const AttentionParams& params) {
   const int group = params.num_heads / params.num_kv_heads;  // query heads of one KV head
   const int heads = std::min(group, kMaxQueryRows);
   const int tokens = kMaxQueryRows / heads;
   attention_tasks_.clear();
+  num_partitions_ = 0;
   for (int b = 0; b < batch_->num_requests; ++b)
     for (int t = batch_->query_start_loc[b]; t < batch_->query_start_loc[b + 1]; t += tokens)
-      for (int h = 0; h < params.num_kv_heads; ++h)
-        attention_tasks_.push_back({b, h, t, std::min(tokens, batch_->query_start_loc[b + 1] - t)});
-
-  pool_.parallel_for(int64_t(attention_tasks_.size()), 1, [&](int64_t begin, int64_t end, int thread) {
-    std::vector<float>& scratch = attention_scratch_[size_t(thread)];
-    if (scratch.size() < size_t(attention_scratch(d))) scratch.resize(size_t(attention_scratch(d)));
-    for (int64_t i = begin; i < end; ++i) {
-      const AttentionTask& task = attention_tasks_[size_t(i)];
-      AttentionArgs args;
-      args.head_dim = d;
-      args.block_size = kv.spec.block_size;
-      args.block_table = batch_->block_tables + int64_t(task.request) * batch_->max_blocks;
-      args.k_cache = kv.head(layer, task.kv_head);
-      args.v_cache = args.k_cache + kv.matrix();
-      args.block_stride = kv.block_stride();
-      args.scale = params.scale;
-      args.soft_cap = params.soft_cap;
-      args.scratch = scratch.data();
-      for (int h0 = 0; h0 < group; h0 += heads) {
-        args.rows = 0;
-        for (int t = task.first_token; t < task.first_token + task.num_tokens; ++t)
-          for (int h = h0; h < std::min(h0 + heads, group); ++h) {
-            const int64_t column = int64_t(task.kv_head * group + h) * d;
-            const int position = batch_->positions[t];
-            args.q[args.rows] = q.row(t) + column;
-            args.out[args.rows] = out.row(t) + column;
-            args.first[args.rows] = params.window > 0 ? std::max(0, position + 1 - params.window) : 0;
-            args.last[args.rows] = position + 1;
-            ++args.rows;
-          }
-        kernels_.attention(args);
-      }
-    }
-  });
+      for (int kv_head = 0; kv_head < params.num_kv_heads; ++kv_head)
+        for (int h = 0; h < group; h += heads) {
+          AttentionTask task{b, kv_head, t, std::min(tokens, batch_->query_start_loc[b + 1] - t),
+                             kv_head * group + h, std::min(heads, group - h), 0, 0, num_partitions_};
+          task.first_partition = first_visible(t, params) / kPartition;
+          task.num_partitions = batch_->positions[t + task.num_tokens - 1] / kPartition + 1 - task.first_partition;
+          num_partitions_ += task.num_partitions;
+          attention_tasks_.push_back(task);
+        }
 }
 
 void CpuBackend::gated_activation(Tensor out, Tensor gate_up, Gate gate) {

@@ -46,23 +46,29 @@ class CpuBackend final : public Backend {
   void gather_rows(Tensor out, Tensor x) override;
 
  private:
-  // Some query rows of one request and KV head.
-  struct AttentionTask { int request, kv_head, first_token, num_tokens; };
+  // Some tokens of one request times query heads of one KV head, and the partitions of the context they see.
+  struct AttentionTask {
+    int request, kv_head, first_token, num_tokens, first_head, num_heads, first_partition, num_partitions;
+    int64_t first_part;  // where its partitions' results lie, when threads share them
+  };
 
   // Calls body(row, thread) for each row, several rows a time.
   template <class Body>
   void for_rows(int64_t rows, const Body& body);
   QuantizedRows quantize(Tensor x);
+  void plan_attention(const AttentionParams& params);
+  int first_visible(int token, const AttentionParams& params) const;
 
   const Kernels& kernels_;
   ThreadPool pool_;
   const Batch* batch_ = nullptr;
   std::vector<AttentionTask> attention_tasks_;
+  int64_t num_partitions_ = 0;          // of all tasks
+  std::vector<float> attention_parts_;  // a partition's results each: of all tasks, or two a thread
   // Quantized activations of the linear under way, kept from one to the next.
   std::vector<int8_t> q_;
   std::vector<float> scale_, scaled_sum_;
   std::vector<int32_t> sum_, half_sum_;
-  std::vector<std::vector<float>> attention_scratch_;  // one a thread
 };
 
 }  // namespace rvllm

@@ -161,55 +161,37 @@ void score_rows(const AttentionArgs& args, int row, int begin, int from, int to,
   if (p < to) score_positions<R, 1>(args, row, begin, p, to, scores);
 }
 
-// A row's running softmax over the partitions seen so far, and the factors that merge the next one in.
-struct RowState {
-  float largest, total;
-  float keep, take;  // the running output times keep, plus the partition's times take
-  bool visible;      // some position of this partition is
-};
-
-// Turns a partition's scores into weights exp(s - max) and updates the row's state. Positions out of sight weigh 0.
-inline void soften(const AttentionArgs& args, int r, int begin, int from, int to, float* scores, RowState& state) {
+// Turns a row's scores into weights exp(s - largest); positions out of sight weigh 0, and total 0 says that all are.
+inline void soften(const AttentionArgs& args, int r, int begin, int from, int to, float* scores, float* largest,
+                   float* total) {
   const int first = args.first[r] > from ? args.first[r] : from;
   const int last = args.last[r] < to ? args.last[r] : to;
-  state.visible = first < last;
   const int padded = (to + 15) / 16 * 16;
-  const float hidden = -__builtin_inff();
-  for (int p = from; p < (state.visible ? first : padded); ++p) scores[p - begin] = hidden;
-  if (!state.visible) {
+  if (first >= last) {
     for (int p = from; p < padded; ++p) scores[p - begin] = 0.0f;
+    *largest = *total = 0.0f;
     return;
   }
+  const float hidden = -__builtin_inff();
+  for (int p = from; p < first; ++p) scores[p - begin] = hidden;
   for (int p = last; p < padded; ++p) scores[p - begin] = hidden;
   Vec m = set1(hidden);
   for (int p = from; p < padded; p += 16) m = max(load(scores + p - begin), m);
-  const float largest = reduce_max(m);
+  *largest = reduce_max(m);
   Vec sum = set1(0.0f);
   for (int p = from; p < padded; p += 16) {
-    const Vec e = exp(sub(load(scores + p - begin), set1(largest)));
+    const Vec e = exp(sub(load(scores + p - begin), set1(*largest)));
     store(scores + p - begin, e);
     sum = add(sum, e);
   }
-  const float total = reduce_add(sum);
-  if (state.total == 0.0f) {
-    state.keep = 0.0f;
-    state.take = 1.0f;
-    state.largest = largest;
-  } else {
-    const float both = state.largest > largest ? state.largest : largest;
-    state.keep = exp(state.largest - both);
-    state.take = exp(largest - both);
-    state.largest = both;
-  }
-  state.total = __builtin_fmaf(total, state.take, state.total * state.keep);
+  *total = reduce_add(sum);
 }
 
-// outputs[r][d..] merges in sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many
-// as there are; positions in ascending order.
+// values[r][d..] = sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many as there
+// are; positions in ascending order.
 template <int R, int C>
 inline void weigh_columns(const AttentionArgs& args, int row, int begin, int from, int to,
-                          const float (*weights)[kPartition], const RowState* states, float* outputs, int d) {
-  const int padded_dim = (args.head_dim + 15) / 16 * 16;
+                          const float (*weights)[kPartition], float* values, int d) {
   const bool whole = d + 16 * C <= args.head_dim;
   Vec sum[R][C];
 #pragma GCC unroll 8
@@ -219,16 +201,16 @@ inline void weigh_columns(const AttentionArgs& args, int row, int begin, int fro
   for (int p = from; p < to;) {
     const int offset = p % args.block_size;
     const int run = args.block_size - offset < to - p ? args.block_size - offset : to - p;
-    const uint16_t* values =
+    const uint16_t* rows =
         args.v_cache + args.block_table[p / args.block_size] * args.block_stride + int64_t(offset) * args.head_dim + d;
-    for (int i = 0; i < run; ++i, values += args.head_dim) {
+    for (int i = 0; i < run; ++i, rows += args.head_dim) {
       Vec v[C];
       if (whole) {
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) v[c] = load_f16(values + 16 * c);
+        for (int c = 0; c < C; ++c) v[c] = load_f16(rows + 16 * c);
       } else {
         uint16_t lanes[16 * C] = {};
-        for (int j = 0; d + j < args.head_dim; ++j) lanes[j] = values[j];
+        for (int j = 0; d + j < args.head_dim; ++j) lanes[j] = rows[j];
         for (int c = 0; c < C; ++c) v[c] = load_f16(lanes + 16 * c);
       }
 #pragma GCC unroll 8
@@ -241,23 +223,18 @@ inline void weigh_columns(const AttentionArgs& args, int row, int begin, int fro
     p += run;
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    const RowState& state = states[row + r];
-    if (!state.visible) continue;
-    float* out = outputs + int64_t(row + r) * padded_dim + d;
+  for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c)
-      store(out + 16 * c, fma(sum[r][c], set1(state.take), mul(load(out + 16 * c), set1(state.keep))));
-  }
+    for (int c = 0; c < C; ++c) store(values + (row + r) * int64_t(padded_head_dim(args.head_dim)) + d + 16 * c, sum[r][c]);
 }
 
 template <int R>
 void weigh_values(const AttentionArgs& args, int row, int begin, int from, int to, const float (*weights)[kPartition],
-                  const RowState* states, float* outputs) {
+                  float* values) {
   int d = 0;
   for (; d + 16 * kColumnVecs <= args.head_dim; d += 16 * kColumnVecs)
-    weigh_columns<R, kColumnVecs>(args, row, begin, from, to, weights, states, outputs, d);
-  for (; d < args.head_dim; d += 16) weigh_columns<R, 1>(args, row, begin, from, to, weights, states, outputs, d);
+    weigh_columns<R, kColumnVecs>(args, row, begin, from, to, weights, values, d);
+  for (; d < args.head_dim; d += 16) weigh_columns<R, 1>(args, row, begin, from, to, weights, values, d);
 }
 
 struct Score {
@@ -272,10 +249,9 @@ struct Weigh {
   const AttentionArgs& args;
   int begin, from, to;
   const float (*weights)[kPartition];
-  const RowState* states;
-  float* outputs;
+  float* values;
   template <int R>
-  void operator()(int row) const { weigh_values<R>(args, row, begin, from, to, weights, states, outputs); }
+  void operator()(int row) const { weigh_values<R>(args, row, begin, from, to, weights, values); }
 };
 
 // Calls f.template operator()<R>(row) over groups of at most four rows.
@@ -290,28 +266,35 @@ inline void for_row_groups(int rows, const F& f) {
   }
 }
 
-void attention(const AttentionArgs& args) {
-  const int padded_dim = (args.head_dim + 15) / 16 * 16;
-  auto* scores = reinterpret_cast<float(*)[kPartition]>(args.scratch);
-  float* outputs = args.scratch + int64_t(kMaxQueryRows) * kPartition;
-  RowState states[kMaxQueryRows];
+void attend_partition(const AttentionArgs& args, int begin, const AttentionPart& out) {
+  float scores[kMaxQueryRows][kPartition];
   int first = args.first[0], last = args.last[0];
-  for (int r = 0; r < args.rows; ++r) {
-    states[r] = RowState{};
+  for (int r = 1; r < args.rows; ++r) {
     if (args.first[r] < first) first = args.first[r];
     if (args.last[r] > last) last = args.last[r];
   }
-  for (int64_t i = 0; i < int64_t(args.rows) * padded_dim; ++i) outputs[i] = 0.0f;
+  const int from = first > begin ? first / 16 * 16 : begin;
+  const int to = last < begin + kPartition ? last : begin + kPartition;
+  for_row_groups(args.rows, Score{args, begin, from, to, scores});
+  for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], out.largest + r, out.total + r);
+  for_row_groups(args.rows, Weigh{args, begin, from, to, scores, out.values});
+}
 
-  for (int begin = first / kPartition * kPartition; begin < last; begin += kPartition) {
-    const int from = first > begin ? first / 16 * 16 : begin;
-    const int to = last < begin + kPartition ? last : begin + kPartition;
-    for_row_groups(args.rows, Score{args, begin, from, to, scores});
-    for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], states[r]);
-    for_row_groups(args.rows, Weigh{args, begin, from, to, scores, states, outputs});
-  }
-  for (int r = 0; r < args.rows; ++r) {
-    const float inverse = 1.0f / states[r].total;
-    for (int d = 0; d < args.head_dim; ++d) args.out[r][d] = outputs[int64_t(r) * padded_dim + d] * inverse;
+void merge_partition(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum) {
+  const int padded_dim = padded_head_dim(head_dim);
+  for (int r = 0; r < rows; ++r) {
+    if (part.total[r] == 0.0f) continue;
+    float keep = 0.0f, take = 1.0f, largest = part.largest[r];
+    if (sum.total[r] != 0.0f) {
+      largest = sum.largest[r] > part.largest[r] ? sum.largest[r] : part.largest[r];
+      keep = exp(sum.largest[r] - largest);
+      take = exp(part.largest[r] - largest);
+    }
+    sum.largest[r] = largest;
+    sum.total[r] = __builtin_fmaf(part.total[r], take, sum.total[r] * keep);
+    float* out = sum.values + int64_t(r) * padded_dim;
+    const float* values = part.values + int64_t(r) * padded_dim;
+    for (int d = 0; d < padded_dim; d += 16)
+      store(out + d, fma(load(values + d), set1(take), mul(load(out + d), set1(keep))));
   }
 }

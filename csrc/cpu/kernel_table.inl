@@ -16,6 +16,6 @@ constexpr Kernels make_table(const char* name) {
        linear_kernel<PackedType::Q5_1>(), linear_kernel<PackedType::Q8_0>(), linear_kernel<PackedType::Q2_K>(),
        linear_kernel<PackedType::Q3_K>(), linear_kernel<PackedType::Q4_K>(), linear_kernel<PackedType::Q5_K>(),
        linear_kernel<PackedType::Q6_K>()},
-      &quantize_rows, &rms_norm, &rope, &gated_activation, &add_to, &scale_by, &store_kv, &attention,
+      &quantize_rows, &rms_norm, &rope, &gated_activation, &add_to, &scale_by, &store_kv, &attend_partition, &merge_partition,
   };
 }

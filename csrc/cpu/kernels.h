@@ -39,7 +39,6 @@ constexpr int kMaxQueryRows = 32; // query rows (tokens x heads of one KV head) 
 
 struct AttentionArgs {
   const float* q[kMaxQueryRows];    // rows of D floats
-  float* out[kMaxQueryRows];        // rows of D floats
   int first[kMaxQueryRows];         // visible positions of a row: [first, last)
   int last[kMaxQueryRows];
   int rows;
@@ -51,12 +50,17 @@ struct AttentionArgs {
   int64_t block_stride;             // elements
   float scale;
   float soft_cap;                   // 0: none
-  float* scratch;                   // attention_scratch(D) floats
 };
 
-constexpr int64_t attention_scratch(int head_dim) {
-  return int64_t(kMaxQueryRows) * (kPartition + 2 * (head_dim + 16));
-}
+constexpr int padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
+
+// Attention over part of the context: softmax numerators and weighted values relative to the largest score.
+// A total of 0 says that nothing of the part was visible, or that nothing has been merged yet.
+struct AttentionPart {
+  float* largest;  // [rows]
+  float* total;    // [rows]
+  float* values;   // [rows, padded_head_dim(D)]
+};
 
 enum class Activation : uint8_t { kSilu, kGelu };  // kGelu: the tanh form
 
@@ -87,8 +91,12 @@ struct Kernels {
   void (*store_kv)(const float* k, const float* v, int head_dim, int block_size, int slot, uint16_t* k_block,
                    uint16_t* v_block);
 
-  // Softmax(q K^T * scale) V over the visible positions of each row, online over partitions. arXiv:2309.06180, 1805.02867
-  void (*attention)(const AttentionArgs& args);
+  // Softmax numerators of q K^T * scale and their sums of V over positions [begin, begin + kPartition), of which at least
+  // one row must see one; begin is a multiple of kPartition. arXiv:2309.06180
+  void (*attend_partition)(const AttentionArgs& args, int begin, const AttentionPart& out);
+
+  // Adds a partition to the sum of those before it. arXiv:1805.02867
+  void (*merge_partition)(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum);
 };
 
 const Kernels& kernels_scalar();
