@@ -87,23 +87,10 @@ py::list step(Model& model, const StepArrays& arrays, const std::vector<Sampler*
   const Batch batch = arrays.batch();
   check(int(samplers.size()) == batch.num_logits, "[step] ", samplers.size(), " samplers for ", batch.num_logits,
         " rows of logits");
-  std::vector<Sample> samples(samplers.size());
+  std::vector<Sample> samples;
   {
     py::gil_scoped_release release;
-    Backend& backend = model.backend();
-    const Tensor logits = model.forward(batch);
-    std::vector<float> host(size_t(logits.rows * logits.cols));
-    backend.download(host.data(), logits.data, logits.rows * logits.cols);
-    std::vector<std::string> errors(samplers.size());
-    backend.pool().parallel_for(batch.num_logits, 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) try {
-          samples[size_t(i)] = samplers[size_t(i)]->sample(host.data() + i * logits.cols);
-        } catch (const std::exception& e) {
-          errors[size_t(i)] = e.what();
-        }
-    });
-    for (const std::string& error : errors)
-      if (!error.empty()) throw std::runtime_error(error);
+    samples = model.step(batch, samplers);
   }
   py::list out;
   for (const Sample& sample : samples) {

@@ -1,6 +1,8 @@
 #include "model.h"
 
+#include <algorithm>
 #include <cmath>
+#include <stdexcept>
 #include <utility>
 
 #include "check.h"
@@ -208,6 +210,24 @@ Tensor Model::forward(const Batch& batch) {
   }
   b.end_step();
   return logits;
+}
+
+std::vector<Sample> Model::step(const Batch& batch, const std::vector<Sampler*>& samplers) {
+  const Tensor logits = forward(batch);
+  host_logits_.resize(std::max(host_logits_.size(), size_t(logits.rows * logits.cols)));
+  backend_->download(host_logits_.data(), logits.data, logits.rows * logits.cols);
+  std::vector<Sample> samples(samplers.size());
+  std::vector<std::string> errors(samplers.size());
+  backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
+    try {
+      samples[size_t(row)] = samplers[size_t(row)]->sample(host_logits_.data() + row * logits.cols);
+    } catch (const std::exception& e) {
+      errors[size_t(row)] = e.what();
+    }
+  });
+  for (const std::string& error : errors)
+    if (!error.empty()) throw std::runtime_error(error);
+  return samples;
 }
 
 }  // namespace rvllm

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "sampler.h"
 
 namespace rvllm {
 
@@ -54,6 +55,10 @@ class Model {
   // Throws invalid_argument when an index of the batch is out of range.
   Tensor forward(const Batch& batch);
 
+  // Runs one step and samples row i of its logits with samplers[i].
+  // Throws as forward does, and runtime_error when logits are not numbers.
+  std::vector<Sample> step(const Batch& batch, const std::vector<Sampler*>& samplers);
+
   const ModelConfig& config() const { return config_; }
   Backend& backend() const { return *backend_; }
 
@@ -80,7 +85,7 @@ class Model {
   int num_blocks_ = 0, block_size_ = 0;
   Buffer x_, h_, qkv_, attn_, gate_up_, act_, last_, logits_;
   std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
-  std::vector<float> host_cos_sin_;
+  std::vector<float> host_cos_sin_, host_logits_;
 };
 
 }  // namespace rvllm
