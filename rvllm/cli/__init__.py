@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import generate, info, pull
+from rvllm.cli import bench, generate, info, pull
 from rvllm.cli.errors import CommandError
 from rvllm.version import __version__
 
-COMMANDS = {"generate": generate, "info": info, "pull": pull}
+COMMANDS = {"bench": bench, "generate": generate, "info": info, "pull": pull}
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report a process ended by SIGINT

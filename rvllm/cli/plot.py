@@ -1,0 +1,31 @@
+"""Draws what the batch sweep measured. The only place that needs matplotlib, an optional dependency."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rvllm.cli.errors import CommandError
+
+
+def require_matplotlib() -> None:
+    if find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib: pip install 'rvllm[bench]'")
+
+
+def plot(rows: Sequence[dict[str, float]], path: Path) -> None:
+    """Tokens per second of prefill and decode over the batch size, in the format of path's suffix."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    batch_sizes = [row["B"] for row in rows]
+    for axes, key, title in zip(figure.subplots(1, 2), ("S_PP", "S_TG"), ("prefill", "decode"), strict=True):
+        speeds = [row[key] for row in rows]
+        axes.plot(batch_sizes, speeds, marker="o")
+        axes.set(title=title, xlabel="requests together", ylabel="tokens/s", ylim=(0, 1.1 * max(speeds)))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batch_sizes, [f"{size:g}" for size in batch_sizes])
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"prompt {rows[0]['PP']:g}, generated {rows[0]['TG']:g} tokens")
+    figure.savefig(path, dpi=150)
