@@ -20,6 +20,7 @@ CORE_SOURCES = [
     "csrc/quant.cpp",
     "csrc/sampler.cpp",
     "csrc/thread_pool.cpp",
+    "csrc/cpu/arena.cpp",
     "csrc/cpu/cpu_backend.cpp",
     "csrc/cpu/cpu_features.cpp",
     "csrc/cpu/repack.cpp",
@@ -38,6 +39,7 @@ ISA_FLAGS = {
         "-mavx512dq",
         "-mavx512vl",
         "-mavx512vnni",
+        "-mprefer-vector-width=512",
         "-Wno-uninitialized",
         "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
     ],

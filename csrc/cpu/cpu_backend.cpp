@@ -15,21 +15,13 @@
 namespace rvllm {
 namespace {
 
-using Bytes = std::unique_ptr<uint8_t, void (*)(void*)>;
-
-Bytes aligned_bytes(size_t count) {
-  void* p = std::aligned_alloc(64, (count + 63) / 64 * 64);
-  if (!p) throw std::bad_alloc();
-  return Bytes(static_cast<uint8_t*>(p), std::free);
-}
-
 // Matrices of one K that are multiplied together: query, key and value, or gate and up. They may differ in type.
 class CpuWeight final : public Weight {
  public:
   struct Part {
     PackedType type;
     int64_t rows, first_row, tile_bytes;
-    Bytes data{nullptr, std::free};
+    uint8_t* data;  // in the backend's arena
     int tiles() const { return int((rows + kTileCols - 1) / kTileCols); }
   };
   std::vector<Part> parts;
@@ -101,7 +93,9 @@ MemoryInfo CpuBackend::memory_info() const {
 }
 
 std::shared_ptr<float> CpuBackend::alloc(int64_t count) {
-  return {reinterpret_cast<float*>(aligned_bytes(size_t(count) * sizeof(float)).release()), std::free};
+  void* p = std::aligned_alloc(64, (size_t(count) * sizeof(float) + 63) / 64 * 64);
+  if (!p) throw std::bad_alloc();
+  return {static_cast<float*>(p), std::free};
 }
 
 void CpuBackend::upload(float* dst, const float* src, int64_t count) {
@@ -123,10 +117,10 @@ std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& t
     part.rows = t.rows;
     part.first_row = weight->rows;
     part.tile_bytes = packed_tile_bytes(part.type, t.cols);
-    part.data = aligned_bytes(size_t(part.tiles() * part.tile_bytes));
+    part.data = arena_.take(size_t(part.tiles() * part.tile_bytes));
     pool_.parallel_for(part.tiles(), 4, [&](int64_t begin, int64_t end, int) {
       for (int64_t tile = begin; tile < end; ++tile)
-        repack_tile(type, t.data, t.rows, t.cols, tile, part.data.get() + tile * part.tile_bytes);
+        repack_tile(type, t.data, t.rows, t.cols, tile, part.data + tile * part.tile_bytes);
     });
     weight->rows += t.rows;
     weight->bytes += part.tiles() * part.tile_bytes;
@@ -171,7 +165,7 @@ void CpuBackend::embedding(Tensor out, const Weight& table, float scale) {
   const auto& part = static_cast<const CpuWeight&>(table).parts.front();
   for_rows(out.rows, [&](int64_t t, int) {
     const int32_t id = batch_->input_ids[t];
-    unpack_row(part.type, part.data.get() + id / kTileCols * part.tile_bytes, id % kTileCols, out.cols, out.row(t));
+    unpack_row(part.type, part.data + id / kTileCols * part.tile_bytes, id % kTileCols, out.cols, out.row(t));
     if (scale != 1.0f) kernels_.scale(out.row(t), scale, int(out.cols));
   });
 }
@@ -211,7 +205,7 @@ void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   args.out_stride = out.stride;
   if (w.has_quantized) args.xq = quantize(x);
   for (const CpuWeight::Part& part : w.parts) {
-    args.weight = part.data.get();
+    args.weight = part.data;
     args.tile_bytes = part.tile_bytes;
     args.n = int(part.rows);
     args.bias = w.bias.empty() ? nullptr : w.bias.data() + part.first_row;

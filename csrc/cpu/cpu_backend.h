@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "cpu/arena.h"
 #include "cpu/kernels.h"
 #include "thread_pool.h"
 
@@ -61,6 +62,7 @@ class CpuBackend final : public Backend {
 
   const Kernels& kernels_;
   ThreadPool pool_;
+  Arena arena_;
   const Batch* batch_ = nullptr;
   std::vector<AttentionTask> attention_tasks_;
   int64_t num_partitions_ = 0;          // of all tasks
