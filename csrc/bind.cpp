@@ -47,16 +47,15 @@ struct StepArrays {
 };
 
 // find(name) gives (type id, rows, cols, buffer) or None.
-TensorSource tensor_source(const py::function& find, const py::function& done) {
-  return {[find](const std::string& name) -> std::optional<HostTensor> {
-            const py::object found = find(name);
-            if (found.is_none()) return std::nullopt;
-            const auto [type, rows, cols, data] = found.cast<std::tuple<uint32_t, int64_t, int64_t, py::buffer>>();
-            const py::buffer_info info = data.request();
-            return HostTensor{name, type, rows, cols, static_cast<const uint8_t*>(info.ptr),
-                              size_t(info.size * info.itemsize)};
-          },
-          [done](const std::string& name) { done(name); }};
+TensorSource tensor_source(const py::function& find, const py::function& consumed) {
+  return [find, consumed](const std::string& name) -> std::optional<HostTensor> {
+    const py::object found = find(name);
+    if (found.is_none()) return std::nullopt;
+    const auto [type, rows, cols, data] = found.cast<std::tuple<uint32_t, int64_t, int64_t, py::buffer>>();
+    const py::buffer_info info = data.request();
+    return HostTensor{name, type, rows, cols, static_cast<const uint8_t*>(info.ptr), size_t(info.size * info.itemsize),
+                      [consumed, name](size_t bytes) { consumed(name, bytes); }};
+  };
 }
 
 ModelConfig model_config(const py::dict& d) {
@@ -187,10 +186,10 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<Model>(m, "Model")
       .def(py::init([](std::shared_ptr<Backend> backend, const py::dict& config, const py::function& find,
-                       const py::function& done) {
-             return std::make_unique<Model>(std::move(backend), model_config(config), tensor_source(find, done));
+                       const py::function& consumed) {
+             return std::make_unique<Model>(std::move(backend), model_config(config), tensor_source(find, consumed));
            }),
-           py::arg("backend"), py::arg("config"), py::arg("find"), py::arg("done"))
+           py::arg("backend"), py::arg("config"), py::arg("find"), py::arg("consumed"))
       .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"))
       .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"))
       .def("step", &step, py::arg("arrays"), py::arg("samplers"))

@@ -10,15 +10,13 @@
 namespace rvllm {
 namespace {
 
-// Finds tensors by name, checks their shapes, and tells the source when they have been loaded.
+// Finds tensors by name, checks their shapes, and has the backend load them.
 class Loader {
  public:
   Loader(Backend& backend, const TensorSource& source) : backend_(backend), source_(source) {}
 
   std::unique_ptr<Weight> vector(const std::string& name, int64_t n) {
-    auto weight = backend_.load_vector(find(name, 1, n));
-    source_.done(name);
-    return weight;
+    return backend_.load_vector(find(name, 1, n));
   }
 
   // Matrices [rows, cols], stacked; their biases are used where the file has them.
@@ -26,22 +24,20 @@ class Loader {
     std::vector<HostTensor> tensors, biases;
     for (const auto& [name, rows] : parts) {
       tensors.push_back(find(name + ".weight", rows, cols));
-      if (source_.find(name + ".bias")) biases.push_back(find(name + ".bias", 1, rows));
+      if (source_(name + ".bias")) biases.push_back(find(name + ".bias", 1, rows));
     }
     check(biases.empty() || biases.size() == tensors.size(), parts.front().first,
           ".bias: some of the matrices beside it have a bias and some have not");
     auto weight = backend_.load_weight(tensors, biases);
     weight->name = parts.front().first.substr(parts.front().first.rfind('.') + 1);
-    for (const HostTensor& t : tensors) source_.done(t.name);
-    for (const HostTensor& t : biases) source_.done(t.name);
     return weight;
   }
 
-  bool has(const std::string& name) const { return source_.find(name).has_value(); }
+  bool has(const std::string& name) const { return source_(name).has_value(); }
 
  private:
   HostTensor find(const std::string& name, int64_t rows, int64_t cols) const {
-    std::optional<HostTensor> t = source_.find(name);
+    std::optional<HostTensor> t = source_(name);
     check(t.has_value(), name, ": tensor is missing");
     check(t->rows == rows && t->cols == cols, name, ": shape [", t->rows, ", ", t->cols, "], expected [", rows, ", ",
           cols, "]");

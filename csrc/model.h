@@ -37,11 +37,8 @@ struct ModelConfig {
   std::vector<LayerConfig> layers;            // [num_layers]
 };
 
-// The file's tensor of that name, if it has one. `done` tells that its data is no longer needed.
-struct TensorSource {
-  std::function<std::optional<HostTensor>(const std::string& name)> find;
-  std::function<void(const std::string& name)> done;
-};
+// Gives the file's tensor of a name, if it has one.
+using TensorSource = std::function<std::optional<HostTensor>(const std::string& name)>;
 
 class Model {
  public:

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace rvllm {
@@ -36,6 +37,7 @@ struct HostTensor {
   int64_t cols = 0;
   const uint8_t* data = nullptr;
   size_t bytes = 0;
+  std::function<void(size_t bytes)> consumed = {};  // tells, if set, that the first so many bytes are no longer needed
 };
 
 }  // namespace rvllm

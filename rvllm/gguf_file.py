@@ -183,13 +183,17 @@ class GGUFFile:
             raise _error(self.path, f"{key}: must be of type {type_.__name__}, is {found}")
         return value
 
-    def release(self, tensor: TensorInfo) -> None:
-        """Give back the memory of the whole pages of `tensor`; to touch them reads the file again."""
+    def release(self, tensor: TensorInfo, num_bytes: int | None = None) -> None:
+        """Give back the memory of the whole pages of the first num_bytes (None: all) bytes of `tensor`.
+
+        To touch them again reads the file again.
+        """
         if sys.platform == "win32":
             return
         part = next(p for p in self._parts if p.tensors.get(tensor.name) is tensor)
         start = part.offsets[tensor.name]
-        end = (start + tensor.data.size) // mmap.PAGESIZE * mmap.PAGESIZE
+        size = tensor.data.size if num_bytes is None else min(num_bytes, tensor.data.size)
+        end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         if start < end:
             part.mapped.madvise(mmap.MADV_DONTNEED, start, end - start)

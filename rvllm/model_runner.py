@@ -145,13 +145,14 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
 
 
 def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> _core.Model:
-    """Hands the file's tensors to the backend one by one, and gives their pages back as they are packed."""
+    """Hands the file's tensors to the backend, and gives their pages back as they are packed."""
     unused = set(gguf.tensors) - {"rope_freqs.weight"}
 
     def find(name: str) -> tuple[int, int, int, NDArray[np.uint8]] | None:
         tensor = gguf.tensors.get(name)
         if tensor is None:
             return None
+        unused.discard(name)
         if len(tensor.shape) > 2:
             raise GGUFError(f"{gguf.path}: {name}: {len(tensor.shape)} dimensions, expected 1 or 2")
         if not _core.supports_type(tensor.type_id):
@@ -161,12 +162,11 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> 
         rows, cols = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
         return tensor.type_id, rows, cols, tensor.data
 
-    def done(name: str) -> None:
-        unused.discard(name)
-        gguf.release(gguf.tensors[name])
+    def consumed(name: str, num_bytes: int) -> None:
+        gguf.release(gguf.tensors[name], num_bytes)
 
     try:
-        model = _core.Model(backend, asdict(config), find, done)
+        model = _core.Model(backend, asdict(config), find, consumed)
     except GGUFError:
         raise
     except ValueError as error:

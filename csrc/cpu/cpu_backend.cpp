@@ -58,6 +58,8 @@ class CpuKVCache final : public KVCache {
   uint16_t* data_;
 };
 
+constexpr int64_t kPieceBytes = 8 << 20;  // of weights repacked at a time
+
 const TypeInfo& checked_type(const HostTensor& t) {
   const TypeInfo* type = find_type(t.type);
   check(type != nullptr, t.name, ": ggml type ", t.type, " has no CPU kernel");
@@ -72,6 +74,7 @@ std::vector<float> to_floats(const HostTensor& t) {
   const TypeInfo& type = checked_type(t);
   std::vector<float> values(size_t(t.rows * t.cols));
   dequantize_row(type, t.data, values.data(), t.rows * t.cols);
+  if (t.consumed) t.consumed(t.bytes);
   return values;
 }
 
@@ -118,10 +121,16 @@ std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& t
     part.first_row = weight->rows;
     part.tile_bytes = packed_tile_bytes(part.type, t.cols);
     part.data = arena_.take(size_t(part.tiles() * part.tile_bytes));
-    pool_.parallel_for(part.tiles(), 4, [&](int64_t begin, int64_t end, int) {
-      for (int64_t tile = begin; tile < end; ++tile)
-        repack_tile(type, t.data, t.rows, t.cols, tile, part.data + tile * part.tile_bytes);
-    });
+    // Piece by piece, so that a large tensor is not in memory twice.
+    const int64_t piece = std::max<int64_t>(4 * pool_.size(), kPieceBytes / part.tile_bytes);
+    for (int64_t first = 0; first < part.tiles(); first += piece) {
+      const int64_t count = std::min(piece, part.tiles() - first);
+      pool_.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
+        for (int64_t tile = first + begin; tile < first + end; ++tile)
+          repack_tile(type, t.data, t.rows, t.cols, tile, part.data + tile * part.tile_bytes);
+      });
+      if (t.consumed) t.consumed(size_t(std::min(t.rows, (first + count) * kTileCols)) * (t.bytes / size_t(t.rows)));
+    }
     weight->rows += t.rows;
     weight->bytes += part.tiles() * part.tile_bytes;
     weight->has_quantized |= type.decode != nullptr;
