@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
 
 
-def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
+def add_workload_arguments(group: argparse._ActionsContainer) -> None:
     add = group.add_argument
     add("-npp", "--prompt-len", type=positive, default=128, metavar="N",
         help="tokens of each prompt (default: %(default)s)")

@@ -1,0 +1,233 @@
+"""Compare rvllm's speed with llama.cpp's on one GGUF file, in interleaved pairs of runs on one machine.
+
+Each engine has a process of its own, and only one of them works at a time. A pair is a run of rvllm and a run of the
+peer, in alternating order; the table shows medians of tokens per second, and of the pairs' ratios with their range.
+A first run of every setting of the peer's (flash attention, unified KV cache) is discarded, but chooses the setting
+that counts: for prefill, decode and both together, whichever was best. "other load" is what other processes took of
+the processors meanwhile: with more than a few percent the figures say little. How to install the peer is in
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import IO, Any, cast
+
+import psutil
+
+from rvllm.benchmark import Workload
+from rvllm.cli.bench import add_workload_arguments, batch_sizes, make_workloads, natural, positive
+from rvllm.models import ModelError, resolve_model
+from rvllm.system import available_cpus
+
+PEERS = Path(__file__).resolve().parent / "peers"
+PHASES = ("prefill", "decode", "total")
+
+Seconds = Mapping[str, float]  # by phase
+Setting = Mapping[str, object]
+
+
+class Worker:
+    """One engine in its process. Raises RuntimeError with what the engine says when it cannot do something."""
+
+    def __init__(self, python: str, engine: str, options: Mapping[str, object]) -> None:
+        self.engine = engine
+        self._process = subprocess.Popen(
+            [python, str(PEERS / "worker.py"), engine, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._requests = cast("IO[str]", self._process.stdin)
+        self._answers = cast("IO[str]", self._process.stdout)
+        ready = self._answer()
+        self.version: str = ready["version"]
+        self.settings: list[Setting] = ready["settings"]
+
+    def measure(self, load: Mapping[str, object], setting: Setting) -> Seconds:
+        print(json.dumps({"load": load, "setting": setting}), file=self._requests, flush=True)
+        answer = self._answer()
+        prefill, decode = answer["prefill_seconds"], answer["decode_seconds"]
+        return {"prefill": prefill, "decode": decode, "total": prefill + decode}
+
+    def cpu_seconds(self) -> float:
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            raise RuntimeError(f"{self.engine} ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{self.engine}: {answer['error']}")
+        return answer
+
+
+class OtherLoad:
+    """Measures the share of the machine's processors that went to other processes since it was made."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = workers
+        self._start = self._now()
+
+    def share(self) -> float:
+        wall, idle, own = (b - a for a, b in zip(self._start, self._now(), strict=True))
+        capacity = wall * (psutil.cpu_count() or 1)
+        return max(0.0, (capacity - idle - own) / capacity)
+
+    def _now(self) -> tuple[float, float, float]:
+        times = psutil.cpu_times()._asdict()
+        idle = times["idle"] + times.get("iowait", 0.0)
+        own = time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
+        return time.perf_counter(), idle, own
+
+
+def compare(
+    ours: Worker, peer: Worker, workload: Workload, pairs: int, copy_prefix: bool = False
+) -> dict[str, Any]:
+    """Measures one workload; returns a row with tokens per second and ratios by phase."""
+    load = {**asdict(workload), "copy_prefix": copy_prefix}
+    for setting in ours.settings:
+        ours.measure(load, setting)
+    trials = [peer.measure(load, setting) for setting in peer.settings]
+    best = {phase: min(range(len(trials)), key=lambda i: trials[i][phase]) for phase in PHASES}
+
+    other_load = OtherLoad((ours, peer))
+    our_runs: list[Seconds] = []
+    peer_runs: list[Seconds] = []
+    for pair in range(pairs):
+        for worker in (ours, peer) if pair % 2 == 0 else (peer, ours):
+            if worker is ours:
+                our_runs.append(ours.measure(load, ours.settings[0]))
+            else:
+                runs = {i: peer.measure(load, peer.settings[i]) for i in sorted(set(best.values()))}
+                peer_runs.append({phase: runs[best[phase]][phase] for phase in PHASES})
+
+    num_generated = workload.batch_size * workload.gen_len
+    tokens = dict(
+        zip(PHASES, (workload.num_prompt_tokens, num_generated, workload.num_kv_tokens), strict=True)
+    )
+    row: dict[str, Any] = {**asdict(workload), "copy_prefix": copy_prefix, "other_load": other_load.share()}
+    for phase in PHASES:
+        ratios = [b[phase] / a[phase] for a, b in zip(our_runs, peer_runs, strict=True)]
+        row[phase] = {
+            "rvllm": median(tokens[phase] / run[phase] for run in our_runs),
+            peer.engine: median(tokens[phase] / run[phase] for run in peer_runs),
+            "ratio": median(ratios),
+            "ratios": ratios,
+            "setting": peer.settings[best[phase]],
+        }
+    return row
+
+
+def header(peer: str) -> str:
+    phases = (f"{phase} rvllm t/s | {peer} t/s | ratio (min..max)" for phase in PHASES)
+    return f"| B | {' | '.join(phases)} | other load | {peer}'s settings |\n|{'---:|' * 11}---|"
+
+
+def format_row(row: Mapping[str, Any], peer: str) -> str:
+    cells = [str(row["batch_size"])]
+    for r in (row[phase] for phase in PHASES):
+        spread = f"{r['ratio']:.2f} ({min(r['ratios']):.2f}..{max(r['ratios']):.2f})"
+        cells += [f"{r['rvllm']:.0f}", f"{r[peer]:.0f}", spread]
+    settings = {_format_setting(row[phase]["setting"]): None for phase in PHASES}
+    cells += [f"{row['other_load']:.1%}", ", ".join(settings)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _format_setting(setting: Setting) -> str:
+    return " ".join(name if value is True else f"no {name}" for name, value in setting.items())
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on. load_average: of the last minute, before anything ran."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return {"cpu": name, "cpus": available_cpus(), "load_average": os.getloadavg()[0]}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("-m", "--model", help="a GGUF file, or what `rvllm pull` takes (default: the default model)")
+    add("--batch-sizes", type=batch_sizes, default=[1, 4, 8, 16, 32, 64], metavar="N,N,...")
+    add_workload_arguments(parser)
+    add("--copy-prefix", action="store_true",
+        help="let llama.cpp compute the shared prefix once and copy it, as llama-batched-bench -pps; "
+        "without it each sequence computes its own, as in llama.cpp's server")  # fmt: skip
+    add("--pairs", type=positive, default=5, metavar="N", help="(default: %(default)s)")
+    add(
+        "-t", "--threads", type=positive, default=available_cpus(), metavar="N", help="(default: %(default)s)"
+    )
+    add("--isa", help="of rvllm; the peer's is chosen when it is built")
+    add("--step-tokens", type=positive, default=512, metavar="N",
+        help="prompt tokens in a step: max_num_batched_tokens and n_ubatch (default: %(default)s)")  # fmt: skip
+    add("--seed", type=natural, default=0, metavar="N", help="of the prompts")
+    add(
+        "--peer-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="the interpreter that has llama-cpp-python",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    workers: list[Worker] = []
+    try:
+        workloads = make_workloads(args)
+        options = {
+            "model": str(resolve_model(args.model)),
+            "threads": args.threads,
+            "max_batch_size": max(args.batch_sizes),
+            "step_tokens": args.step_tokens,
+            "seed": args.seed,
+            "isa": args.isa,
+        }
+        conditions = {"machine": machine(), "options": options, "pairs": args.pairs}
+        workers += [Worker(sys.executable, "rvllm", options)]
+        workers += [Worker(args.peer_python, "llama.cpp", options)]
+        ours, peer = workers
+        conditions["versions"] = [worker.version for worker in workers]
+        if not args.json:
+            print(json.dumps(conditions, indent=2), f"\n{header(peer.engine)}", flush=True)
+        rows = []
+        for workload in workloads:
+            rows.append(compare(ours, peer, workload, args.pairs, args.copy_prefix))
+            if not args.json:
+                print(format_row(rows[-1], peer.engine), flush=True)
+        if args.json:
+            print(json.dumps({**conditions, "rows": rows}, indent=2))
+        return 0
+    except (ModelError, OSError, RuntimeError, ValueError) as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
