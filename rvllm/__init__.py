@@ -22,4 +22,12 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_MODULES[name]), name)
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("rvllm._"):
+            raise
+        raise ImportError(
+            f"{error.name} is not compiled: this is rvllm's source folder, {__path__[0]}. Run from another folder "
+            "after `pip install .`, or compile here with `pip install -e .`"
+        ) from None

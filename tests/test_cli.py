@@ -423,3 +423,45 @@ def test_locale_does_not_matter(model: Path) -> None:
     ]
     assert outputs[0] == outputs[1]
     assert json.loads(outputs[0])["prompt"] == "häh"
+
+
+@pytest.mark.parametrize("prompt", ["-hello", "---", "-n"])
+def test_prompt_may_begin_with_a_dash(
+    model: Path, llm: LLM, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    run = Run(capsys, "generate", "-m", str(model), "-n", "8", "-p", prompt)
+    assert (run.status, run.out) == (0, text_of(llm, prompt) + "\n")
+
+
+def test_options_that_change_nothing_are_named(
+    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Run(
+        capsys,
+        "generate",
+        "-m",
+        str(model),
+        "-n",
+        "1",
+        "-p",
+        "a",
+        "--top-k",
+        "5",
+        "--seed",
+        "3",
+        "--logprobs",
+        "1",
+    )
+    assert [record.message for record in caplog.records] == [
+        "--top-k changes nothing at temperature 0",
+        "--seed changes nothing at temperature 0",
+        "--logprobs is only printed with --json",
+    ]
+
+
+def test_full_disk_is_one_line(model: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        argv = command("generate", "-m", str(model), "-n", "1", "-p", "a")
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "rvllm: error: cannot write the output: No space left on device\n"

@@ -341,3 +341,21 @@ def test_forced_and_banned_tokens_on_a_real_model(smollm2_path: Path) -> None:
         assert (completion.text, completion.finish_reason, completion.token_ids) == ("", "stop", [end])
     with pytest.raises(ValueError, match="empty"):
         llm.generate("\u0004")  # a byte that has no token in this vocabulary
+
+
+def test_prompts_may_be_dicts_as_in_vllm(llm: LLM) -> None:
+    outputs = llm.generate([{"prompt": "ab"}, {"prompt_token_ids": [97, 98]}], GREEDY)
+    assert outputs[0].outputs == outputs[1].outputs
+    assert llm.generate({"prompt": "ab"}, GREEDY)[0].outputs == outputs[0].outputs
+
+
+@pytest.mark.parametrize("prompts", [5, None, [None], [5.5], ["a", {}], [[1], "b", 3]])
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(ValueError, match="must be text"):
+        llm.generate(prompts)
+
+
+@pytest.mark.parametrize("messages", ["Hi", []])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match="messages must be a list"):
+        llm.chat(messages)

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rvllm.cli import bench, generate, info, pull
-from rvllm.cli.errors import CommandError
+from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
 COMMANDS = {"bench": bench, "generate": generate, "info": info, "pull": pull}
 
+EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report a process ended by SIGINT
 EXIT_PIPE_CLOSED = 141  # and by SIGPIPE
@@ -46,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Errors of the user's are one line on standard error."""
     try:
-        args = make_parser().parse_args(argv)
+        if sys.stdout is None:
+            raise CommandError("standard output is closed")
+        args = make_parser().parse_args(_join_prompts(sys.argv[1:] if argv is None else argv))
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -57,5 +60,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read the output has gone. The interpreter must not fail again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return EXIT_PIPE_CLOSED
+    except OSError as error:
+        _drop_output()
+        print(f"rvllm: error: cannot write the output: {one_line(error)}", file=sys.stderr)
+        return EXIT_FAILURE
+
+
+def _drop_output() -> None:
+    """What is left in the buffer of standard output has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _join_prompts(argv: Sequence[str]) -> list[str]:
+    """Ties a prompt to its option: argparse would take one such as "-hello" for an option itself."""
+    joined: list[str] = []
+    words = iter(argv)
+    for word in words:
+        text = next(words, None) if word in ("-p", "--prompt") else None
+        joined.append(word if text is None else f"--prompt={text}")
+    return joined

@@ -48,7 +48,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
     """Loads the model that args ask for. Raises CommandError."""
     logging.basicConfig(format="rvllm: warning: %(message)s", level=logging.WARNING)
     with user_errors():
-        from rvllm.llm import LLM
+        from rvllm import LLM
 
         return LLM(
             model=args.model,

@@ -26,5 +26,5 @@ def user_errors() -> Iterator[None]:
         yield
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (ImportError, ValueError, OSError, RuntimeError, MemoryError) as error:
         raise CommandError(one_line(error)) from error

@@ -7,6 +7,7 @@ status is 2 if an option or a prompt was refused; the other prompts still run.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rvllm.llm import LLM
 
 HELP = "complete prompts"
+
+logger = logging.getLogger("rvllm")
 
 
 # fmt: off
@@ -67,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if len(steps) not in (1, len(prompts)):
         raise CommandError(f"--arrival-step: {len(steps)} numbers for {len(prompts)} prompts")
     llm = load_llm(args)
+    _warn_of_idle_options(args, params)
     if args.chat and llm.chat_template is None:
         raise CommandError("--chat: the model has no chat template")
 
@@ -90,6 +94,20 @@ def run(args: argparse.Namespace) -> int:
     if args.debug:
         _report(llm, len(prompts), num_refused)
     return 2 if num_refused else 0
+
+
+def _warn_of_idle_options(args: argparse.Namespace, params: SamplingParams) -> None:
+    if params.is_greedy:
+        for option, value, idle in (
+            ("--top-p", args.top_p, 1.0),
+            ("--top-k", args.top_k, 0),
+            ("--min-p", args.min_p, 0.0),
+            ("--seed", args.seed, None),
+        ):
+            if value != idle:
+                logger.warning("%s changes nothing at temperature 0", option)
+    if args.logprobs is not None and not args.json:
+        logger.warning("--logprobs is only printed with --json")
 
 
 def _read_prompts(sources: list[tuple[bool, str]] | None) -> list[str]:
