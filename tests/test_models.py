@@ -258,7 +258,7 @@ def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for source in ("", "u", "u/r", "u/r/", "/r/m.gguf"):
         refused(f"hf:{source}", "must be hf:user/repo/file.gguf", find=pull)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    refused("hf:u/r/m.gguf", "pip install 'rvllm[hub]'", find=pull)
+    refused("hf:u/r/m.gguf", "pip install huggingface-hub", find=pull)
 
 
 # pip itself
