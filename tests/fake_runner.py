@@ -92,9 +92,9 @@ class FakeRunner:
     def slot(self, request: Request, position: int) -> int:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def get_logits(self, token_ids: Sequence[int], block_table: Sequence[int]) -> np.ndarray:
+    def get_logits(self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0) -> np.ndarray:
         assert len(block_table) * self.block_size >= len(token_ids)
-        return np.zeros((len(token_ids), self.vocab_size), np.float32)
+        return np.zeros((len(token_ids) - first, self.vocab_size), np.float32)
 
 
 def tokens_alone(

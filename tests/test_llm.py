@@ -269,6 +269,16 @@ def test_logits_agree_with_logprobs(llm: LLM) -> None:
     assert_empty(llm)
 
 
+def test_logits_from_a_position_on(paths: dict[str, Path]) -> None:
+    llm = make_llm(paths["llama"], max_num_batched_tokens=8)
+    ids = list(b"what is wanted begins in a later step")
+    every = llm.get_logits(ids)
+    for first in (0, 5, 8, 30, len(ids)):
+        assert np.array_equal(llm.get_logits(ids, first), every[first:])
+    with pytest.raises(ValueError, match="first must be between 0 and the 37 tokens, got 38"):
+        llm.get_logits(ids, 38)
+
+
 def test_progress_bar_on_a_terminal_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
