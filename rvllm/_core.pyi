@@ -60,7 +60,7 @@ class Model:
         self,
         backend: Backend,
         config: dict[str, Any],
-        find: Callable[[str], tuple[int, int, int, NDArray[np.uint8]] | None],
+        find: Callable[[str], tuple[int, int, int, NDArray[np.uint8 | np.float32]] | None],
         consumed: Callable[[str, int], None],
     ) -> None: ...
     def alloc_kv_cache(self, num_blocks: int, block_size: int) -> None: ...
@@ -73,4 +73,6 @@ class Model:
 class ops:  # noqa: N801
     """The backend's operations on NumPy arrays, one by one: for tests and tools (csrc/bind_ops.cpp)."""
 
+    @staticmethod
+    def dequantize(ggml_type: int, data: bytes) -> NDArray[np.float32]: ...
     def __getattr__(self, name: str) -> Callable[..., NDArray[np.float32]]: ...

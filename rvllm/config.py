@@ -22,6 +22,7 @@ class EngineConfig:
     """Settings of an engine; None means: derive it from the model and the machine."""
 
     device: str = "cpu"
+    dtype: str = "auto"  # of the weights: as in the file, or "float32", dequantized when they are loaded
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_num_seqs: int = 64  # requests that run at a time
     max_num_batched_tokens: int = 512  # tokens computed in one step
@@ -52,6 +53,8 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer, not {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, not {value}")
+        if self.dtype not in ("auto", "float32"):
+            raise ValueError(f"dtype must be 'auto' or 'float32', not {self.dtype!r}")
 
 
 _OPTIONAL = frozenset({"max_model_len", "num_blocks", "kv_cache_memory", "num_threads", "seed"})

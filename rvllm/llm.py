@@ -37,6 +37,8 @@ class LLM:
 
     model: a path, a name or source that `rvllm pull` takes, or None for the default model.
     tokenizer: a tokenizer.json to use instead of the one in the model file.
+    dtype: "auto" computes on the weights as they are in the file, "float32" on the same dequantized: slow, large,
+    and what accuracy is measured against.
     max_model_len: most tokens of prompt and answer together; None: what the model was trained for.
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens computed in one step.
     num_blocks, kv_cache_memory (bytes): size of the KV cache; None: from the machine's free memory.
@@ -53,6 +55,7 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         device: str = "cpu",
+        dtype: str = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
@@ -66,6 +69,7 @@ class LLM:
     ) -> None:
         engine_config = EngineConfig(
             device=device,
+            dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rvllm")
 
 _DEFAULT_KV_CACHE_BYTES = 4 << 30
+_F32 = 0  # ggml's type id
 
 
 class ModelRunner:
@@ -37,7 +39,7 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self._model = _load_model(self.backend, gguf, model_config)
+        self._model = _load_model(self.backend, gguf, model_config, config.dtype)
         self.kv_bytes_per_block = self._model.kv_cache_bytes(1, config.block_size)
         self.num_blocks = self._choose_num_blocks(model_config, config)
         self._model.alloc_kv_cache(self.num_blocks, config.block_size)
@@ -147,11 +149,18 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
     return _core.CpuBackend(num_threads, config.isa or "")
 
 
-def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> _core.Model:
+def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dtype: str) -> _core.Model:
     """Hands the file's tensors to the backend, and gives their pages back as they are packed."""
     unused = set(gguf.tensors) - {"rope_freqs.weight"}
+    dequantized: dict[str, NDArray[np.float32]] = {}  # tensors the backend has not packed to their end
+    if dtype == "float32":
+        needed = 4 * sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+        if needed > available_memory():
+            raise ValueError(
+                f"dtype 'float32': the weights need {needed} bytes, {available_memory()} are available"
+            )
 
-    def find(name: str) -> tuple[int, int, int, NDArray[np.uint8]] | None:
+    def find(name: str) -> tuple[int, int, int, NDArray[np.uint8 | np.float32]] | None:
         tensor = gguf.tensors.get(name)
         if tensor is None:
             return None
@@ -163,10 +172,18 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig) -> 
                 f"{gguf.path}: {name}: type {tensor.type.name} ({tensor.type_id}) is not supported"
             )
         rows, cols = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
+        if dtype == "float32" and tensor.type_id != _F32:
+            if name not in dequantized:
+                dequantized[name] = _core.ops.dequantize(tensor.type_id, tensor.data.tobytes())
+            return _F32, rows, cols, dequantized[name]
         return tensor.type_id, rows, cols, tensor.data
 
     def consumed(name: str, num_bytes: int) -> None:
-        gguf.release(gguf.tensors[name], num_bytes)
+        if name not in dequantized:
+            gguf.release(gguf.tensors[name], num_bytes)
+        elif num_bytes == dequantized[name].nbytes:
+            del dequantized[name]
+            gguf.release(gguf.tensors[name], gguf.tensors[name].data.size)
 
     try:
         model = _core.Model(backend, asdict(config), find, consumed)

@@ -118,6 +118,16 @@ def test_unused_tensor_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptu
     assert "1 tensors are not used: foo" in caplog.text
 
 
+@pytest.mark.parametrize("quant", ["Q4_1", "Q6_K", "F16"])
+def test_float32_computes_on_the_dequantized_weights(tmp_path: Path, quant: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, "qwen2", quant)
+    expected = reference.forward(path, TOKENS)
+    errors = [np.abs(logits(path, dtype=dtype) - expected) for dtype in ("auto", "float32")]
+    assert errors[1].max() < 0.02 * expected.std()
+    assert quant == "F16" or errors[1].mean() < 0.5 * errors[0].mean()
+
+
 def test_bad_batches_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_model(path)
@@ -136,6 +146,7 @@ def test_bad_batches_are_refused(tmp_path: Path) -> None:
     ("setting", "message"),
     [
         ({"device": "tpu"}, "device must be 'cpu', not 'tpu'"),
+        ({"dtype": "int4"}, "dtype must be 'auto' or 'float32', not 'int4'"),
         ({"kv_cache_memory": 10}, "kv_cache_memory of 10 bytes is less than one block of"),
         ({"num_blocks": 2**29}, "a KV cache of 536870912 blocks needs"),
         ({"isa": "neon" if "neon" not in ISAS else "amx"}, "is not available here"),

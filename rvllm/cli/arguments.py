@@ -29,6 +29,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("-m", "--model", help="a GGUF file, or what `rvllm pull` takes (default: SmolLM2 135M, fetched once)")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in the model file")
     add("--device", default="cpu", help="where to compute (default: %(default)s)")
+    add("--dtype", default="auto", help="auto, or float32: dequantize the weights (default: %(default)s)")
     add("--isa", help="scalar, avx2, avx512_vnni, amx or neon (default: the best this machine has)")
     add("-t", "--threads", type=int, metavar="N", help="threads (default: the processors at hand)")
     add("-c", "--max-model-len", "--ctx-size", type=int, metavar="N",
@@ -54,6 +55,7 @@ def load_llm(args: argparse.Namespace) -> LLM:
             model=args.model,
             tokenizer=args.tokenizer,
             device=args.device,
+            dtype=args.dtype,
             max_model_len=args.max_model_len,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
