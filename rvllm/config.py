@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,7 +127,7 @@ class _Reader:
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
             raise GGUFError(
-                f"{gguf.path}: general.architecture: {self.architecture!r} is not supported; supported: {known}"
+                f"{gguf.path}: general.architecture: {reprlib.repr(self.architecture)} is not supported; supported: {known}"
             )
 
     def fail(self, key: str, problem: str) -> GGUFError:
@@ -135,14 +136,16 @@ class _Reader:
     def integer(self, key: str, default: int | None = None, low: int = 1, high: int = _MAX_POSITION) -> int:
         value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, np.ndarray):  # one value a layer: the same for all, or not one shape
-            layers = self.gguf.metadata.get(f"{self.architecture}.block_count")
+            layers = self.integer("block_count", high=10_000) if key != "block_count" else 0
             if value.size != layers or value.dtype.kind not in "iu" or np.unique(value).size != 1:
-                raise self.fail(key, f"expected one integer or {layers} equal ones")
+                raise self.fail(
+                    key, f"{value.size} values, expected one integer or one for each layer, all equal"
+                )
             value = int(value[0])
         if value is None:
             raise self.fail(key, "missing")
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, f"expected an integer, not {value!r}")
+            raise self.fail(key, f"expected an integer, not {reprlib.repr(value)}")
         if not low <= value <= high:
             raise self.fail(key, f"{value} is not between {low} and {high}")
         return value
@@ -152,7 +155,7 @@ class _Reader:
         if value is None:
             raise self.fail(key, "missing")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.fail(key, f"expected a number, not {value!r}")
+            raise self.fail(key, f"expected a number, not {reprlib.repr(value)}")
         if not (math.isfinite(value) and value > 0):
             raise self.fail(key, f"{value} is not a positive number")
         return float(value)
@@ -168,6 +171,11 @@ class _Reader:
         hidden_size = self.integer("embedding_length", high=2**20)
         num_heads = self.integer("attention.head_count", high=2**16)
         num_kv_heads = self.integer("attention.head_count_kv", default=num_heads, high=2**16)
+        embedding = self.gguf.tensors.get("token_embd.weight")
+        if embedding is not None and embedding.shape[-1:] != (hidden_size,):
+            raise self.fail(
+                "embedding_length", f"{hidden_size} does not fit token_embd.weight of {embedding.shape}"
+            )
         if "attention.key_length" not in self.keys() and hidden_size % num_heads:
             raise self.fail(
                 "attention.head_count", f"{num_heads} heads do not divide the width of {hidden_size}"
@@ -245,8 +253,10 @@ class _Reader:
         if dim % 2:
             raise self.fail("rope.dimension_count", f"{dim} is odd")
         scaling = self.gguf.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
-        if scaling not in ("none", "linear"):
-            raise self.fail("rope.scaling.type", f"{scaling!r} is not supported; supported: none, linear")
+        if not isinstance(scaling, str) or scaling not in ("none", "linear"):
+            raise self.fail(
+                "rope.scaling.type", f"{reprlib.repr(scaling)} is not supported; supported: none, linear"
+            )
         factor = self.number("rope.scaling.factor", 1.0) if scaling == "linear" else 1.0
         theta = self.number("rope.freq_base", 10_000.0)
         exponents = np.arange(0, dim, 2) / dim

@@ -322,5 +322,5 @@ def _place_tensors(
     by_offset = sorted(offsets, key=offsets.__getitem__)
     for name, following in pairwise(by_offset):
         if offsets[name] + tensors[name].data.size > offsets[following]:
-            raise HeaderError(f"{following}: overlaps the tensor {name}")
+            raise HeaderError(f"{following}: overlaps the tensor {name} of type {tensors[name].type.name}")
     return tensors, offsets

@@ -12,7 +12,7 @@ import numpy as np
 
 from rvllm import _batch, _core
 from rvllm.config import EngineConfig, ModelConfig
-from rvllm.gguf_file import GGUFError, GGUFFile
+from rvllm.gguf_file import GGUFError, GGUFFile, printable
 from rvllm.request import Request, SampledToken
 from rvllm.sampling_params import SamplingParams
 from rvllm.system import available_cpus, available_memory
@@ -165,7 +165,7 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
         if tensor is None:
             return None
         unused.discard(name)
-        if len(tensor.shape) > 2:
+        if len(tensor.shape) not in (1, 2):
             raise GGUFError(f"{gguf.path}: {name}: {len(tensor.shape)} dimensions, expected 1 or 2")
         if not _core.supports_type(tensor.type_id):
             raise GGUFError(
@@ -193,6 +193,9 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
         raise GGUFError(f"{gguf.path}: {error}") from None
     if unused:
         logger.warning(
-            "%s: %d tensors are not used: %s", gguf.path, len(unused), ", ".join(sorted(unused)[:5])
+            "%s: %d tensors are not used: %s",
+            gguf.path,
+            len(unused),
+            printable(", ".join(sorted(unused)[:5])),
         )
     return model
