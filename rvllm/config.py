@@ -127,7 +127,8 @@ class _Reader:
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
             raise GGUFError(
-                f"{gguf.path}: general.architecture: {reprlib.repr(self.architecture)} is not supported; supported: {known}"
+                f"{gguf.path}: general.architecture: {reprlib.repr(self.architecture)} is not supported; "
+                f"supported: {known}"
             )
 
     def fail(self, key: str, problem: str) -> GGUFError:
