@@ -398,7 +398,13 @@ def test_interrupt_is_quiet(model: Path) -> None:
     argv = command(
         "generate", "-m", str(model), "--stream", "--ignore-eos", "-n", "400", "-np", "1", *prompts
     )
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
