@@ -113,7 +113,8 @@ Sample Sampler::sample(float* logits) {
       double x = logits[id];
       x = x > 0 ? x / c.repetition_penalty : x * c.repetition_penalty;
       if (count > 0) x -= c.presence_penalty + c.frequency_penalty * count;
-      change(id, float(x));
+      constexpr double kLargest = std::numeric_limits<float>::max();  // an extreme penalty must not make infinities
+      change(id, float(std::clamp(x, -kLargest, kLargest)));
     }
   for (const auto& [id, bias] : c.logit_bias) change(id, logits[id] + bias);
   if (position_ < uint64_t(c.min_tokens))

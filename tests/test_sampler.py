@@ -126,6 +126,13 @@ def test_repetition_penalty_counts_the_prompt_too() -> None:
     assert draw(logits, temperature=0.0, repetition_penalty=1.5, prompt_token_ids=[5]) == 3
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1e40, 1e308])
+def test_extreme_penalties_still_sample(penalty: float) -> None:
+    for temperature in (0.0, 1.0):
+        token = draw(temperature=temperature, repetition_penalty=penalty, prompt_token_ids=list(range(VOCAB)), seed=1)
+        assert 0 <= token < VOCAB
+
+
 def test_stop_tokens_wait_for_min_tokens() -> None:
     best = int(LOGITS.argmax())
     one = sampler(temperature=0.0, min_tokens=2, stop_token_ids=[best])
