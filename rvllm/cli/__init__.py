@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import bench, generate, info, pull
+from rvllm.cli import bench, generate, info, perplexity, pull
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
-COMMANDS = {"bench": bench, "generate": generate, "info": info, "pull": pull}
+COMMANDS = {"bench": bench, "generate": generate, "info": info, "perplexity": perplexity, "pull": pull}
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2

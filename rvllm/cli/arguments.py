@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rvllm.cli.errors import user_errors
+from rvllm.cli.errors import CommandError, user_errors
 
 if TYPE_CHECKING:
     from rvllm.llm import LLM
@@ -23,8 +25,24 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def read_text(path: str) -> str:
+    """Text of a file, or of standard input for -, without its last newline. Raises CommandError."""
+    name = "standard input" if path == "-" else path
+    with user_errors():
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{name}: byte {error.start} is not UTF-8") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+MAX_MODEL_LEN = "most tokens of one prompt and its answer together (default: what the model was trained for)"
+
+
 # fmt: off
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = MAX_MODEL_LEN) -> None:
+    """max_model_len: what that argument means to the command."""
     add = parser.add_argument_group("model and engine").add_argument
     add("-m", "--model", help="a GGUF file, or what `rvllm pull` takes (default: SmolLM2 135M, fetched once)")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in the model file")
@@ -32,8 +50,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="auto, or float32: dequantize the weights (default: %(default)s)")
     add("--isa", help="scalar, avx2, avx512_vnni, amx or neon (default: the best this machine has)")
     add("-t", "--threads", type=int, metavar="N", help="threads (default: the processors at hand)")
-    add("-c", "--max-model-len", "--ctx-size", type=int, metavar="N",
-        help="most tokens of one prompt and its answer together (default: what the model was trained for)")
+    add("-c", "--max-model-len", "--ctx-size", type=int, metavar="N", help=max_model_len)
     add("-np", "--max-num-seqs", "--parallel", type=int, default=64, metavar="N",
         help="prompts that run at a time (default: %(default)s)")
     add("-b", "--max-num-batched-tokens", "--batch-size", type=int, default=512, metavar="N",

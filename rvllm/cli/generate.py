@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rvllm.cli.arguments import add_engine_arguments, load_llm
+from rvllm.cli.arguments import add_engine_arguments, load_llm, read_text
 from rvllm.cli.errors import CommandError, one_line, user_errors
 from rvllm.cli.printer import JSONPrinter, TextPrinter, use_utf8
 from rvllm.sampling_params import SamplingParams
@@ -116,18 +115,7 @@ def _read_prompts(sources: list[tuple[bool, str]] | None) -> list[str]:
         raise CommandError("no prompt: use -p TEXT, -f FILE, or -p - for standard input")
     if sum(is_file and path == "-" for is_file, path in sources) > 1:
         raise CommandError("standard input can be read once only")
-    return [_read_file(text) if is_file else text for is_file, text in sources]
-
-
-def _read_file(path: str) -> str:
-    name = "standard input" if path == "-" else path
-    with user_errors():
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CommandError(f"{name}: byte {error.start} is not UTF-8") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    return [read_text(text) if is_file else text for is_file, text in sources]
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
