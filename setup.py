@@ -27,23 +27,29 @@ CORE_SOURCES = [
     "csrc/cpu/isa/scalar.cpp",
 ]
 CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
-# Only these flags may raise the instruction set, each for its own file: everything else must run on any x86-64.
+# Only these flags may raise the instruction set, each for its own file: everything else must run on any processor.
 ISA_FLAGS = {
-    "csrc/cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "csrc/cpu/isa/avx512_vnni.cpp": [
-        "-mavx2",
-        "-mfma",
-        "-mf16c",  # -mavx512f implies the first alone
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mavx512vnni",
-        "-mprefer-vector-width=512",
-        "-Wno-uninitialized",
-        "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
-    ],
+    "x86_64": {
+        "csrc/cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+        "csrc/cpu/isa/avx512_vnni.cpp": [
+            "-mavx2",
+            "-mfma",
+            "-mf16c",  # -mavx512f implies the first alone
+            "-mavx512f",
+            "-mavx512bw",
+            "-mavx512dq",
+            "-mavx512vl",
+            "-mavx512vnni",
+            "-mprefer-vector-width=512",
+            "-Wno-uninitialized",
+            "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
+        ],
+    },
+    "aarch64": {
+        "csrc/cpu/isa/neon.cpp": ["-march=armv8.2-a+dotprod"],
+    },
 }
+MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # what some systems call them
 CXX_FLAGS = [
     "-O3",
     "-Wall",
@@ -52,6 +58,10 @@ CXX_FLAGS = [
     "-fno-math-errno",
     "-fno-omit-frame-pointer",
 ]
+
+
+def isa_flags() -> dict[str, list[str]]:
+    return ISA_FLAGS.get(MACHINES.get(platform.machine(), platform.machine()), {})
 
 
 def sanitizer_flags() -> list[str]:
@@ -66,7 +76,7 @@ class BuildExt(build_ext):
         compile_one = self.compiler._compile
 
         def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
-            compile_one(obj, src, ext, cc_args, [*extra_postargs, *ISA_FLAGS.get(src, [])], pp_opts)
+            compile_one(obj, src, ext, cc_args, [*extra_postargs, *isa_flags().get(src, [])], pp_opts)
 
         def compile_in_parallel(sources, output_dir=None, macros=None, include_dirs=None, debug=0,
                                 extra_preargs=None, extra_postargs=None, depends=None):  # fmt: skip
@@ -91,12 +101,9 @@ class BuildExt(build_ext):
 
 
 def core_extension() -> Extension:
-    sources = list(CORE_SOURCES)
-    if platform.machine() in ("x86_64", "AMD64"):
-        sources += ISA_FLAGS
     return Pybind11Extension(
         "rvllm._core",
-        sources,
+        [*CORE_SOURCES, *isa_flags()],
         include_dirs=["csrc"],
         depends=[str(p) for p in Path("csrc").rglob("*.h")],
         cxx_std=17,

@@ -2,12 +2,33 @@
 
 #include <cstdlib>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 #include "check.h"
 
 namespace rvllm {
 namespace {
 
 constexpr const char* kKnownIsas[] = {"scalar", "avx2", "avx512_vnni", "amx", "neon"};
+
+#if defined(__aarch64__)
+bool has_dot_product() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+#endif
 
 }  // namespace
 
@@ -21,6 +42,8 @@ std::vector<const Kernels*> available_kernels() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512vnni"))
     tables.push_back(&kernels_avx512_vnni());
+#elif defined(__aarch64__)
+  if (has_dot_product()) tables.push_back(&kernels_neon());
 #endif
   return tables;
 }

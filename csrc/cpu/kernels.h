@@ -103,6 +103,8 @@ const Kernels& kernels_scalar();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512_vnni();
+#elif defined(__aarch64__)
+const Kernels& kernels_neon();
 #endif
 
 }  // namespace rvllm

@@ -1,0 +1,19 @@
+// 128-bit vectors of Arm; integer dot products by sdot.
+#include <arm_neon.h>
+
+#include "cpu/kernels.h"
+
+namespace rvllm {
+namespace {
+#include "cpu/isa/vec_neon.h"
+#include "cpu/float_kernels.inl"
+#include "cpu/linear_kernels.inl"
+#include "cpu/kernel_table.inl"
+}  // namespace
+
+const Kernels& kernels_neon() {
+  static constexpr Kernels table = make_table("neon");
+  return table;
+}
+
+}  // namespace rvllm
