@@ -1,0 +1,47 @@
+"""Build test_kernels.cpp with the flags of setup.py: build_test_kernels.py COMPILER MACHINE OUTPUT [FLAG...]."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    "tests/native/test_kernels.cpp",
+    "csrc/quant.cpp",
+    "csrc/cpu/cpu_features.cpp",
+    "csrc/cpu/repack.cpp",
+    "csrc/cpu/isa/scalar.cpp",
+]
+
+
+def setup_constant(name: str):
+    for node in ast.parse((ROOT / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    raise SystemExit(f"setup.py: no {name}")
+
+
+def main(compiler: str, machine: str, output: str, *more_flags: str) -> None:
+    isa_flags = setup_constant("ISA_FLAGS").get(setup_constant("MACHINES").get(machine, machine), {})
+    flags = ["-std=c++17", "-Icsrc", *setup_constant("CXX_FLAGS"), *more_flags]
+
+    def compile_one(source: str, object_file: str) -> str:
+        command = [compiler, *flags, *isa_flags.get(source, []), "-c", source, "-o", object_file]
+        subprocess.run(command, cwd=ROOT, check=True)
+        return object_file
+
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as pool:
+        sources = [*SOURCES, *isa_flags]
+        objects = [f"{directory}/{i}.o" for i in range(len(sources))]
+        subprocess.run(
+            [compiler, *more_flags, *pool.map(compile_one, sources, objects), "-o", output], check=True
+        )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
