@@ -5,7 +5,7 @@ Any lost, doubled, misplaced or foreign token changes the hash, and most are ref
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -30,7 +30,8 @@ class FakeSampler:
     def sample(self, token_ids: Sequence[int]) -> SampledToken:
         for attempt in range(1000):
             key = array("q", [*token_ids, self.num_sampled, attempt]).tobytes() + repr(self.stream).encode()
-            token_id = zlib.crc32(key) % self.vocab_size
+            digest = hashlib.blake2b(key, digest_size=8).digest()
+            token_id = int.from_bytes(digest, "little") % self.vocab_size
             bias = self.params.logit_bias or {}
             token_id = next((i for i, b in bias.items() if b == 100), token_id)
             if self.num_sampled >= self.params.min_tokens or token_id not in self.banned:

@@ -129,7 +129,9 @@ def test_repetition_penalty_counts_the_prompt_too() -> None:
 @pytest.mark.parametrize("penalty", [1e-300, 1e-40, 1e40, 1e308])
 def test_extreme_penalties_still_sample(penalty: float) -> None:
     for temperature in (0.0, 1.0):
-        token = draw(temperature=temperature, repetition_penalty=penalty, prompt_token_ids=list(range(VOCAB)), seed=1)
+        token = draw(
+            temperature=temperature, repetition_penalty=penalty, prompt_token_ids=list(range(VOCAB)), seed=1
+        )
         assert 0 <= token < VOCAB
 
 
