@@ -86,8 +86,8 @@ def _row_words(vocab_size: int) -> int:
 
 
 def _encode(logits: NDArray[np.float32], words: int) -> bytes:
-    best = logits.max()
-    floor = max(logits.min(), best - np.float32(_RANGE))
+    best = np.max(logits)
+    floor = max(np.min(logits), best - np.float32(_RANGE))
     log_sum = np.log(np.exp(logits - best).sum(dtype=np.float64))
     scale = (best - floor) / np.float32(_LARGEST_CODE)
     row = np.zeros(words, "<u2")

@@ -114,7 +114,7 @@ def summary(scores: Scores) -> dict[str, float]:
             "delta_p": mean_and_error(delta_p),
         }
         others = {f"kld_{percent:g}": float(np.percentile(scores.kld, percent)) for percent in (50, 99, 99.9)}
-        others |= {"kld_max": float(scores.kld.max()), "rms_delta_p": float(np.sqrt(np.mean(delta_p**2)))}
+        others |= {"kld_max": float(np.max(scores.kld)), "rms_delta_p": float(np.sqrt(np.mean(delta_p**2)))}
     out: dict[str, float] = {}
     for name, (mean, error) in means.items():
         out |= {name: mean, f"{name}_error": error}

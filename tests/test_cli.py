@@ -383,8 +383,16 @@ def test_generate_imports_neither_rich_nor_jinja(model: Path) -> None:
     assert not {"rich", "jinja2", "huggingface_hub"} & set(done.stdout.split())
 
 
+def much_output(model: Path) -> list[str]:
+    """A command that writes more than a pipe holds, so that it cannot end before its reader acts."""
+    prompts = [word for i in range(500) for word in ("-p", f"prompt {i}")]
+    return command(
+        "generate", "-m", str(model), "--stream", "--ignore-eos", "-n", "400", "-np", "1", *prompts
+    )
+
+
 def test_closed_pipe_is_quiet(model: Path) -> None:
-    argv = command("generate", "-m", str(model), "-p", "a", "--stream", "--ignore-eos", "-n", "400")
+    argv = much_output(model)
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(1)
@@ -394,10 +402,7 @@ def test_closed_pipe_is_quiet(model: Path) -> None:
 
 
 def test_interrupt_is_quiet(model: Path) -> None:
-    prompts = [word for i in range(500) for word in ("-p", f"prompt {i}")]
-    argv = command(
-        "generate", "-m", str(model), "--stream", "--ignore-eos", "-n", "400", "-np", "1", *prompts
-    )
+    argv = much_output(model)
     process = subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,
