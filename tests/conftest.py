@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from rvllm.models import DEFAULT_MODEL, ModelError, pull
+
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("rvllm", deadline=None)
+hypothesis.settings.load_profile("rvllm")
 
 
 def fetch(name: str) -> Path:

@@ -194,8 +194,8 @@ def test_long_text(model: str, name: str, request: pytest.FixtureRequest) -> Non
     start = time.process_time()
     ids = tokenizer.encode(text)
     whole = time.process_time() - start
-    assert whole < 3
-    assert whole < 15 * tenth + 0.2
+    # Quadratic time would be a hundredfold; the margins are for busy machines.
+    assert whole < 25 * tenth + 1
     assert tokenizer.decode(ids) == text
 
 
