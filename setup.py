@@ -105,7 +105,7 @@ def core_extension() -> Extension:
         "rvllm._core",
         [*CORE_SOURCES, *isa_flags()],
         include_dirs=["csrc"],
-        depends=[str(p) for p in Path("csrc").rglob("*.h")],
+        depends=[str(p) for pattern in ("*.h", "*.inl") for p in Path("csrc").rglob(pattern)],
         cxx_std=17,
         extra_compile_args=CXX_FLAGS + sanitizer_flags(),
         extra_link_args=["-pthread", *sanitizer_flags()],
