@@ -210,6 +210,7 @@ Tensor Model::forward(const Batch& batch) {
 
 std::vector<Sample> Model::step(const Batch& batch, const std::vector<Sampler*>& samplers) {
   const Tensor logits = forward(batch);
+  if (logits.rows == 0) return {};
   host_logits_.resize(std::max(host_logits_.size(), size_t(logits.rows * logits.cols)));
   backend_->download(host_logits_.data(), logits.data, logits.rows * logits.cols);
   std::vector<Sample> samples(samplers.size());
