@@ -54,6 +54,10 @@ class EngineConfig:
                 raise ValueError(f"{name} must be an integer, not {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{name} must be between {low} and {high}, not {value}")
+        for name, kind in (("device", str), ("isa", str), ("enable_prefix_caching", bool)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (value is None and name == "isa"):
+                raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
         if self.dtype not in ("auto", "float32"):
             raise ValueError(f"dtype must be 'auto' or 'float32', not {self.dtype!r}")
 
@@ -70,6 +74,9 @@ class Architecture(NamedTuple):
     gelu: bool = False
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size)
     window_period: int = 0  # every such layer attends to everything, the others through the sliding window
+    wide_query_layers: int = (
+        0  # the size of this many layers scales scores by the width of a query head's input
+    )
     local_rope_theta: float = 0.0  # of the layers with a window; 0: the same as the others
 
 
@@ -80,6 +87,7 @@ ARCHITECTURES = {
         gelu=True,
         scaled_embedding=True,
         window_period=6,
+        wide_query_layers=62,
         local_rope_theta=10_000.0,
     ),
     "llama": Architecture(rope_interleaved=True),
@@ -208,6 +216,7 @@ class _Reader:
             raise self.fail(
                 "block_count", f"{num_layers} layers, but the file has tensors for {max(blocks) + 1}"
             )
+        query_dim = hidden_size // num_heads if num_layers == family.wide_query_layers else head_dim
         inv_freq, layers = self.rope(family, num_layers, head_dim)
         return ModelConfig(
             architecture=self.architecture,
@@ -221,7 +230,7 @@ class _Reader:
             context_length=context_length,
             rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
             embedding_scale=math.sqrt(hidden_size) if family.scaled_embedding else 1.0,
-            attention_scale=1.0 / math.sqrt(head_dim),
+            attention_scale=1.0 / math.sqrt(query_dim),
             attention_soft_cap=0.0,
             rope_interleaved=family.rope_interleaved,
             qk_norm=family.qk_norm,

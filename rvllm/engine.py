@@ -148,6 +148,10 @@ class LLMEngine:
             )
         if not params.ignore_eos:
             stop_token_ids |= self.tokenizer.eog_token_ids
+        if params.min_tokens and len(stop_token_ids) >= self.runner.vocab_size:
+            raise ValueError(
+                "stop_token_ids and min_tokens leave no token to sample: they ban the whole vocabulary"
+            )
         max_num_tokens = self._max_num_tokens(len(token_ids), params.max_tokens)
         seed = self._request_seed(params.seed)
         requests = []

@@ -33,7 +33,7 @@ FEW_PROMPTS = 4  # no progress bar up to here
 
 
 class LLM:
-    """Loads a GGUF model and answers prompts.
+    """Loads a GGUF model and answers prompts. For one thread at a time.
 
     model: a path, a name or source that `rvllm pull` takes, or None for the default model.
     tokenizer: a tokenizer.json to use instead of the one in the model file.

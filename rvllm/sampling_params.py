@@ -77,7 +77,9 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_int(
+            "min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens
+        )
         _check_real("presence_penalty", self.presence_penalty, -2, 2)
         _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, low_excluded=True)

@@ -129,6 +129,13 @@ def test_gemma3_layers(tmp_path: Path) -> None:
     assert c.embedding_scale == 8.0 and c.gelu and c.qk_norm and c.post_norms and not c.rope_interleaved
 
 
+def test_gemma3_27b_scales_by_the_width_of_a_query_head(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for layers, scale in ((61, 1 / 8), (62, 1 / 4)):
+        write_tiny_model(path, arch="gemma3", hidden=64, heads=4, head_dim=64, layers=layers)
+        assert ModelConfig.from_gguf(GGUFFile(path)).attention_scale == scale
+
+
 def test_gemma3_layers_may_be_listed(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for pattern, local in (
@@ -160,6 +167,8 @@ def test_gemma3_layers_may_be_listed(tmp_path: Path) -> None:
         ("max_num_seqs", 1.5, "an integer, not 1.5"),
         ("max_num_seqs", True, "an integer, not True"),
         ("block_size", None, "an integer, not None"),
+        ("isa", 5, "of type str, not 5"),
+        ("enable_prefix_caching", "no", "of type bool, not 'no'"),
     ],
 )
 def test_bad_setting_is_named(setting: str, value: object, limit: str) -> None:

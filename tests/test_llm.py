@@ -369,3 +369,9 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(ValueError, match="messages must be a list"):
         llm.chat(messages)
+
+
+def test_a_ban_of_every_token_is_refused(llm: LLM) -> None:
+    every = list(range(llm.engine.runner.vocab_size))
+    with pytest.raises(ValueError, match="ban the whole vocabulary"):
+        llm.generate("ab", SamplingParams(min_tokens=1, stop_token_ids=every))
