@@ -162,26 +162,31 @@ class LLMEngine:
             )
         return RequestGroup(text, requests, self.tokenizer)
 
-    def submit(self, group: RequestGroup) -> None:
-        """Queues a prepared request. Raises ValueError if its id is in use."""
+    def submit(self, group: RequestGroup, priority: float = 0.0) -> None:
+        """Queues a prepared request; the lowest priority is served first. Raises ValueError if its id is in use."""
         if group.request_id in self._groups:
             raise ValueError(f"request_id {group.request_id!r} is in use")
         self._groups[group.request_id] = group
         for choice in group.choices:
             self._choices[choice.request] = choice
             choice.request.arrival_step += self.scheduler.step
+            choice.request.priority = priority
             self.scheduler.add(choice.request)
 
-    def abort(self, request_id: str) -> bool:
-        """Drops a request and frees its blocks at once; False if there is no such request (any more)."""
+    def abort(self, request_id: str, finish_reason: str = "abort") -> RequestOutput | None:
+        """Ends a request and frees its blocks at once; returns the rest of its text, held back until now.
+
+        None if there is no such request (any more).
+        """
         group = self._groups.pop(request_id, None)
         if group is None:
-            return False
+            return None
+        completions = []
         for choice in group.choices:
             if self._choices.pop(choice.request, None):
-                choice.request.finish_reason = "abort"
+                completions.append(choice.end(finish_reason))
                 self.scheduler.finish(choice.request)
-        return True
+        return group.output(completions)
 
     @property
     def has_unfinished(self) -> bool:
@@ -244,7 +249,8 @@ class LLMEngine:
         self._count(step, time.perf_counter() - start)
         completions: dict[str, list[CompletionOutput]] = {}
         for request, token in zip(self.scheduler.update(step), tokens, strict=True):
-            completion = self._choices[request].append(token)
+            choice = self._choices[request]
+            completion = choice.append(token) if token.error is None else choice.end("error", token.error)
             completions.setdefault(request.request_id, []).append(completion)
             if completion.is_finished:
                 del self._choices[request]

@@ -19,11 +19,12 @@ class SampledToken(NamedTuple):
     """What the runner returns for a request that samples.
 
     logprobs: token id -> (natural logprob, rank from 1) for the sampled token and the asked-for best ones;
-    None when the request asked for none.
+    None when the request asked for none. error: why there is no token for this request; token_id is then -1.
     """
 
     token_id: int
     logprobs: dict[int, tuple[float, int]] | None = None
+    error: str | None = None
 
 
 class Request:
@@ -32,6 +33,7 @@ class Request:
     token_ids: prompt + output, one list that grows. K/V of token_ids[:num_computed_tokens] is stored in the
     blocks of block_table; preemption sets num_computed_tokens back to 0 and empties the table.
     max_num_tokens: prompt + output length at which the request ends with "length".
+    priority: the lowest is served first; of equals, the one that came first.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "priority",
         "request_id",
         "sampler",
         "status",
@@ -61,11 +64,13 @@ class Request:
         arrival_step: int = 0,
         index: int = 0,
         sampler: object = None,
+        priority: float = 0.0,
     ) -> None:
         self.request_id = request_id
         self.params = params
         self.index = index
         self.arrival_step = arrival_step
+        self.priority = priority
         self.max_num_tokens = max_num_tokens
         self.sampler = sampler
         self.token_ids = list(prompt_token_ids)
@@ -119,8 +124,9 @@ class Logprob:
 class CompletionOutput:
     """One choice. token_ids and logprobs have one entry a token, also for the token that ended the text.
 
-    finish_reason: "stop", "length", or None while it runs. stop_reason: the stop string or the entry of
-    stop_token_ids that ended it; None for a token of the model's own that ends generation.
+    finish_reason: "stop", "length", "abort", "timeout", "error", or None while it runs. stop_reason: the stop
+    string or the entry of stop_token_ids that ended it; None for a token of the model's own that ends
+    generation. error: what went wrong, where finish_reason is "error".
     """
 
     index: int
@@ -130,6 +136,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -145,6 +152,7 @@ class CompletionOutput:
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + new.cumulative_logprob
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
+        self.error = new.error
 
 
 @dataclass(slots=True)
@@ -164,8 +172,12 @@ class RequestOutput:
     finished: bool
 
     def add(self, new: RequestOutput) -> None:
-        """Appends what is new of the same request; outputs must hold every choice, in order."""
+        """Appends what is new of the same request. Takes over what it has no choice of that index for."""
+        mine = {completion.index: completion for completion in self.outputs}
         for completion in new.outputs:
-            self.outputs[completion.index].add(completion)
+            if completion.index in mine:
+                mine[completion.index].add(completion)
+            else:
+                self.outputs.append(completion)
         self.num_cached_tokens = new.num_cached_tokens
         self.finished = new.finished

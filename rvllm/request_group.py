@@ -54,6 +54,14 @@ class Choice:
             stop_reason=request.stop_reason,
         )
 
+    def end(self, finish_reason: str, error: str | None = None) -> CompletionOutput:
+        """Ends the choice without a token; returns the text that was still held back."""
+        self.request.finish_reason = finish_reason
+        text, _ = self._stop_checker.push(self._detokenizer.finish(), search=False)
+        return CompletionOutput(
+            self.request.index, text + self._stop_checker.finish(), [], None, None, finish_reason, error=error
+        )
+
     def _logprobs(self, token: SampledToken) -> dict[int, Logprob] | None:
         if token.logprobs is None:
             return None

@@ -1,0 +1,500 @@
+"""AsyncEngine: one thread that steps the engine, and an asyncio stream for each request.
+
+Callers live on event loops. What they want done goes to the engine thread as commands, which it takes between
+two steps; what a step brings goes into the streams, and each loop is woken once for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from rvllm.engine import EngineStats, LLMEngine
+from rvllm.finishing_rate import FinishingRate
+from rvllm.request import RequestOutput
+from rvllm.request_group import RequestGroup
+from rvllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("rvllm")
+
+T = TypeVar("T")
+
+_PREPARE_THREADS = 2
+_IDLE_SECONDS = 1.0  # after which the books of an idle engine are checked
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests are in flight. retry_after: seconds until there is likely to be room."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine takes no requests: it has not been started, is draining, or has been shut down."""
+
+
+class EngineDeadError(RuntimeError):
+    """A step failed, and with it the engine thread."""
+
+
+class EngineObserver(Protocol):
+    """Hears of all that is worth a metric, on the engine thread: its methods must be quick."""
+
+    def on_step(self, stats: EngineStats) -> None: ...
+
+    def on_first_token(self, seconds: float) -> None:
+        """A request's first token came `seconds` after the request."""
+
+    def on_tokens(self, itl_seconds: float, n: int) -> None:
+        """n tokens came, each itl_seconds after the one before it in its request."""
+
+    def on_finished(
+        self, reason: str, e2e_seconds: float, prompt_tokens: int, generation_tokens: int
+    ) -> None: ...
+
+
+class _Stream:
+    """A request in flight. output: what its consumer has not taken yet, merged into one."""
+
+    __slots__ = (
+        "abort_reason",
+        "arrival",
+        "error",
+        "event",
+        "is_closed",
+        "last_token",
+        "loop",
+        "num_choices",
+        "num_tokens",
+        "output",
+        "request_id",
+    )
+
+    def __init__(self, request_id: str, num_choices: int) -> None:
+        self.request_id = request_id
+        self.num_choices = num_choices
+        self.loop = asyncio.get_running_loop()
+        self.event = asyncio.Event()
+        self.output: RequestOutput | None = None
+        self.error: Exception | None = None
+        self.is_closed = False  # the engine has no more to do for it
+        self.abort_reason: str | None = None  # what it was aborted with while its prompt was being encoded
+        self.arrival = time.monotonic()
+        self.last_token = 0.0  # time of its latest token, 0 before the first
+        self.num_tokens = 0
+
+
+class AsyncEngine:
+    """Answers requests from any number of coroutines, on one engine thread.
+
+    max_queue: requests that may wait beside the max_num_seqs that run; a request counts once for each choice.
+    aging_seconds: a waiting request gains one level of priority in this time, so that none waits for ever.
+    The engine belongs to the thread from start() on; a step that fails ends the thread and all requests.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        *,
+        max_queue: int = 256,
+        aging_seconds: float = 10.0,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        """Raises ValueError for a negative max_queue and an aging_seconds that is not positive."""
+        if isinstance(max_queue, bool) or not isinstance(max_queue, int) or max_queue < 0:
+            raise ValueError(f"max_queue must be an integer from 0 on, got {max_queue!r}")
+        if not aging_seconds > 0:
+            raise ValueError(f"aging_seconds must be positive, got {aging_seconds!r}")
+        self.engine = engine
+        self.max_in_flight = engine.scheduler.max_num_seqs + max_queue
+        self._aging_seconds = aging_seconds
+        self._observer = observer
+        self._start_time = time.monotonic()
+        self._lock = threading.Lock()
+        self._has_work = threading.Condition(self._lock)
+        # All of the following are guarded by the lock.
+        self._commands: list[Callable[[], None]] = []
+        self._streams: dict[str, _Stream] = {}
+        self._num_in_flight = 0
+        self._calls: set[Future[Any]] = set()  # of the commands that somebody waits for
+        self._emptied: list[Future[None]] = []  # set when nothing is in flight
+        self._rate = FinishingRate()
+        self._is_stopping = False
+        self._is_draining = False
+        self._is_dead = False
+        self._error: BaseException | None = None
+
+        self._stats = engine.stats
+        self._thread: threading.Thread | None = None
+        self._workers = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix="rvllm-prepare")
+
+    def start(self) -> None:
+        """Starts the engine thread; does nothing if it has been started."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rvllm-engine", daemon=True)
+            self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self._thread is not None and not (self._is_dead or self._is_draining or self._is_stopping)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def is_dead(self) -> bool:
+        return self._is_dead
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the engine thread died of."""
+        return self._error
+
+    @property
+    def num_running(self) -> int:
+        return self._stats.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices in flight that do not run, also those whose prompts are still being encoded."""
+        return max(0, self._num_in_flight - self._stats.num_running)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters after its latest step. From any thread."""
+        return self._stats
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields what is new until an output is finished; what comes while nobody reads is merged into one.
+
+        Closing the generator, or cancelling its task, drops the request before the next step. priority: the
+        lowest is served first. timeout: seconds from now until the request ends with finish_reason "timeout".
+
+        Raises, before the first output: ValueError for a bad request or an id in use, QueueFullError,
+        EngineStoppedError; at any time EngineDeadError.
+        """
+        _check(priority, timeout)
+        stream = self._open(request_id, params.n)
+        timer: asyncio.TimerHandle | None = None
+        try:
+            group = await stream.loop.run_in_executor(
+                self._workers, self.engine.prepare, request_id, prompt, params
+            )
+            age = (stream.arrival - self._start_time) / self._aging_seconds
+            # Every waiting request ages at the same rate, so their order is known when they arrive.
+            self._post(partial(self._submit, stream, group, priority + age))
+            if timeout is not None:
+                expire = partial(self._post_abort, stream, "timeout")
+                timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
+            finished = False
+            while not finished:
+                output = await self._take(stream)
+                finished = output.finished
+                yield output
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._close(stream)
+
+    async def embed(self, prompts: Iterable[str | Sequence[int]]) -> list[tuple[list[float], int]]:
+        """Each prompt's embedding and number of tokens; others get a step between two of them.
+
+        Raises as generate() does.
+        """
+        vectors = []
+        for prompt in prompts:
+            vectors.append(await self._call(partial(self.engine.embed, prompt)))  # type: ignore[attr-defined]
+        return vectors
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with finish_reason "abort" before the next step. From any thread."""
+        with self._lock:
+            stream = self._streams.get(request_id)
+        if stream is not None:
+            self._post_abort(stream, "abort")
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Refuses new requests and waits until those in flight are finished; aborts them after timeout seconds."""
+        with self._lock:
+            self._is_draining = True
+        if await self._wait_until_empty(timeout):
+            return
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            self._post_abort(stream, "abort")
+        await self._wait_until_empty(None)
+
+    def shutdown(self) -> None:
+        """Stops the engine thread after the step it is in; what is in flight fails with EngineStoppedError."""
+        with self._lock:
+            self._is_stopping = True
+            self._has_work.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._fail_all(partial(EngineStoppedError, "the engine has been shut down"))
+
+    # The callers' side.
+
+    def _open(self, request_id: str, num_choices: int) -> _Stream:
+        """Takes a request in, if there is room for it."""
+        stream = _Stream(request_id, num_choices)
+        with self._lock:
+            self._refuse()
+            if request_id in self._streams:
+                raise ValueError(f"request_id {request_id!r} is in use")
+            excess = self._num_in_flight + num_choices - self.max_in_flight
+            if excess > 0 and self._num_in_flight:
+                raise QueueFullError(
+                    f"{self._num_in_flight} requests are in flight, at most {self.max_in_flight} are taken",
+                    self._rate.retry_after(excess),
+                )
+            self._streams[request_id] = stream
+            self._num_in_flight += num_choices
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        if not stream.is_closed:
+            self._post(partial(self._discard, stream), even_if_stopped=True)
+
+    def _post_abort(self, stream: _Stream, reason: str) -> None:
+        self._post(partial(self._abort, stream, reason), even_if_stopped=True)
+
+    def _post(self, command: Callable[[], None], even_if_stopped: bool = False) -> None:
+        """Leaves a command for the engine thread. Without a thread there is nothing left to end or to drop."""
+        with self._lock:
+            if self._is_dead or self._is_stopping:
+                if even_if_stopped:
+                    return
+                self._refuse()
+            self._commands.append(command)
+            self._has_work.notify()
+
+    def _refuse(self) -> None:
+        """Raises what a new request is refused with; returns if it may come in."""
+        if self._is_dead:
+            raise EngineDeadError(_dead(self._error))
+        if self._is_stopping:
+            raise EngineStoppedError("the engine has been shut down")
+        if self._is_draining:
+            raise EngineStoppedError("the engine is draining: it takes no new requests")
+        if self._thread is None:
+            raise EngineStoppedError("the engine has not been started")
+
+    async def _take(self, stream: _Stream) -> RequestOutput:
+        while True:
+            with self._lock:
+                output, stream.output = stream.output, None
+            if output is not None:
+                return output
+            if stream.error is not None:
+                raise stream.error
+            await stream.event.wait()
+            stream.event.clear()
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Runs function on the engine thread."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function())
+                except Exception as error:
+                    result.set_exception(error)
+
+        with self._lock:
+            self._refuse()
+            self._calls.add(result)
+        try:
+            self._post(run)
+            return await asyncio.wrap_future(result)
+        finally:
+            with self._lock:
+                self._calls.discard(result)
+
+    async def _wait_until_empty(self, timeout: float | None) -> bool:
+        emptied: Future[None] = Future()
+        with self._lock:
+            if not self._streams:
+                return True
+            self._emptied.append(emptied)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(emptied), timeout)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    # The engine thread's side.
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                self._step()
+        except BaseException as error:
+            logger.critical("the engine has failed and answers no more requests", exc_info=error)
+            with self._lock:
+                self._is_dead, self._error = True, error
+            self._fail_all(partial(EngineDeadError, _dead(error)))
+
+    def _obey(self) -> bool:
+        """Waits for work and does what has been asked for since the last step; False to stop."""
+        with self._lock:
+            is_idle = not self._has_work.wait_for(self._is_wanted, _IDLE_SECONDS)
+        if is_idle:
+            self.engine.scheduler.check_integrity()
+        with self._lock:
+            self._has_work.wait_for(self._is_wanted)
+            commands, self._commands = self._commands, []
+            if self._is_stopping:
+                return False
+        for command in commands:
+            command()
+        return True
+
+    def _is_wanted(self) -> bool:
+        return bool(self._commands) or self._is_stopping or self.engine.has_unfinished
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        is_busy = self.engine.has_unfinished
+        outputs = self.engine.step()
+        self._stats = self.engine.stats
+        self._rate.add_busy(time.monotonic() - start)
+        self._deliver(outputs)
+        if is_busy and self._observer is not None:
+            self._observer.on_step(self._stats)
+
+    def _submit(self, stream: _Stream, group: RequestGroup, priority: float) -> None:
+        if stream.is_closed:
+            return
+        self.engine.submit(group, priority)
+        if stream.abort_reason is not None:
+            self._abort(stream, stream.abort_reason)
+
+    def _abort(self, stream: _Stream, reason: str) -> None:
+        output = self.engine.abort(stream.request_id, reason)
+        if output is None:
+            stream.abort_reason = reason
+        else:
+            self._deliver([output])
+
+    def _discard(self, stream: _Stream) -> None:
+        """Drops a request whose consumer is gone, and which may never have been submitted."""
+        self._abort(stream, "abort")
+        if not stream.is_closed:
+            with self._lock:
+                self._drop(stream)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        streams = [self._streams[output.request_id] for output in outputs]
+        if self._observer is not None:  # before the outputs are the consumers'
+            _observe(self._observer, streams, outputs)
+        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        with self._lock:
+            for stream, output in zip(streams, outputs, strict=True):
+                # A consumer that has not taken the output before this one has been woken already.
+                if stream.output is None:
+                    stream.output = output
+                    woken.setdefault(stream.loop, []).append(stream)
+                else:
+                    stream.output.add(output)
+                if output.finished:
+                    self._rate.add_finished(stream.num_choices)
+                    self._drop(stream)
+        for loop, sleepers in woken.items():
+            if not _wake(loop, sleepers):
+                for stream in sleepers:
+                    self._discard(stream)
+
+    def _drop(self, stream: _Stream) -> None:
+        """Takes a stream out, under the lock; what is in it can still be read."""
+        stream.is_closed = True
+        del self._streams[stream.request_id]
+        self._num_in_flight -= stream.num_choices
+        if not self._streams:
+            for emptied in self._emptied:
+                if emptied.set_running_or_notify_cancel():
+                    emptied.set_result(None)
+            self._emptied.clear()
+
+    def _fail_all(self, make_error: Callable[[], Exception]) -> None:
+        """Ends whatever still waits for the engine thread, which is gone."""
+        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        with self._lock:
+            for stream in list(self._streams.values()):
+                stream.error = make_error()
+                woken.setdefault(stream.loop, []).append(stream)
+                self._drop(stream)
+            calls = [call for call in self._calls if not call.done()]
+            self._commands.clear()
+        for loop, sleepers in woken.items():
+            _wake(loop, sleepers)
+        for call in calls:
+            call.set_exception(make_error())
+
+
+def _check(priority: object, timeout: object) -> None:
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+        raise ValueError(f"priority must be an integer between -2^31 and 2^31, got {priority!r}")
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def _dead(error: BaseException | None) -> str:
+    return f"the engine has failed: {type(error).__name__}: {error}"
+
+
+def _wake(loop: asyncio.AbstractEventLoop, streams: Sequence[_Stream]) -> bool:
+    """Wakes the consumers of streams, which live on loop; False if it is closed."""
+
+    def wake() -> None:
+        for stream in streams:
+            stream.event.set()
+
+    try:
+        loop.call_soon_threadsafe(wake)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _observe(observer: EngineObserver, streams: Sequence[_Stream], outputs: Sequence[RequestOutput]) -> None:
+    now = time.monotonic()
+    gaps: Counter[float] = Counter()  # time of the token before -> tokens
+    for stream, output in zip(streams, outputs, strict=True):
+        count = sum(len(completion.token_ids) for completion in output.outputs)
+        if count:
+            if stream.last_token:
+                gaps[stream.last_token] += count
+            else:
+                observer.on_first_token(now - stream.arrival)
+            stream.last_token = now
+            stream.num_tokens += count
+        if output.finished:
+            reason = output.outputs[-1].finish_reason or ""
+            seconds = now - stream.arrival
+            observer.on_finished(reason, seconds, len(output.prompt_token_ids), stream.num_tokens)
+    for last_token, count in gaps.items():
+        observer.on_tokens(now - last_token, count)
