@@ -47,6 +47,11 @@ class ChatTemplate:
             problem = "empty" if isinstance(source, str) else "not a string"
             log.warning("%s: %s, ignored", TEMPLATE_KEY, problem)
             return None
+        return cls.from_source(source, tokenizer)
+
+    @classmethod
+    def from_source(cls, source: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """A template with the tokenizer's BOS and EOS."""
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         bos, eos = ("" if id is None else tokenizer.token_text(id) for id in special)
         return cls(source, bos, eos)

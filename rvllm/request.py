@@ -161,6 +161,8 @@ class RequestOutput:
 
     prompt: None where the prompt was given as token ids.
     num_cached_tokens: prompt tokens whose K/V came from the prefix cache.
+    prompt_logprobs: with the first output of a request that asked for them: an entry for each token of the prompt,
+    None for the first.
     finished: no choice of this request will produce more.
     """
 
@@ -170,6 +172,7 @@ class RequestOutput:
     num_cached_tokens: int
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def add(self, new: RequestOutput) -> None:
         """Appends what is new of the same request. Takes over what it has no choice of that index for."""
@@ -180,4 +183,5 @@ class RequestOutput:
             else:
                 self.outputs.append(completion)
         self.num_cached_tokens = new.num_cached_tokens
+        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
         self.finished = new.finished

@@ -8,11 +8,18 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import bench, generate, info, perplexity, pull
+from rvllm.cli import bench, generate, info, perplexity, pull, serve
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
-COMMANDS = {"bench": bench, "generate": generate, "info": info, "perplexity": perplexity, "pull": pull}
+COMMANDS = {
+    "bench": bench,
+    "generate": generate,
+    "info": info,
+    "perplexity": perplexity,
+    "pull": pull,
+    "serve": serve,
+}
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2

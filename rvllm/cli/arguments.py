@@ -62,8 +62,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
 # fmt: on
 
 
-def load_llm(args: argparse.Namespace) -> LLM:
-    """Loads the model that args ask for. Raises CommandError."""
+def load_llm(args: argparse.Namespace, seed: int | None = None) -> LLM:
+    """Loads the model that args ask for; seed: the engine's. Raises CommandError."""
     logging.basicConfig(format="rvllm: warning: %(message)s", level=logging.WARNING)
     with user_errors():
         from rvllm import LLM
@@ -82,4 +82,5 @@ def load_llm(args: argparse.Namespace) -> LLM:
             enable_prefix_caching=not args.no_prefix_caching,
             num_threads=args.threads,
             isa=args.isa,
+            seed=seed,
         )

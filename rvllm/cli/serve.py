@@ -1,0 +1,113 @@
+"""Serve a model over HTTP: OpenAI's API, and llama.cpp's /completion.
+
+The server listens while the model is loaded; GET /health tells when it is ready. SIGTERM and SIGINT let the
+requests in flight finish, a second one ends the server at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from rvllm.cli.arguments import add_engine_arguments, size
+from rvllm.cli.errors import CommandError, one_line
+
+if TYPE_CHECKING:
+    from rvllm.server.served_model import ServerConfig
+
+HELP = "serve a model over HTTP"
+
+EXIT_FAILURE = 1
+
+
+# fmt: off
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the file's)")
+    add("--chat-template", metavar="FILE", help="a Jinja template to use instead of the model's own")
+    add("--max-queue", type=int, default=256, metavar="N",
+        help="requests that may wait beside those that run; more are answered 429 (default: %(default)s)")
+    add("--timeout", type=float, metavar="SECONDS", help="end a request after this time (default: no limit)")
+    add("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
+        help="on SIGTERM, time for the requests in flight to finish (default: %(default)g)")
+    add("-s", "--seed", type=int, metavar="N", help="of the requests that have none (default: a new one)")
+
+    add = parser.add_argument_group("security and logs").add_argument
+    add("--api-key", action="append", metavar="KEY",
+        help="a key that clients must send, may be repeated (default: $RVLLM_API_KEY, or none is needed)")
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="a web page's origin that may use the server, or * for all; may be repeated (default: none)")
+    add("--max-body-size", type=size, default=8 * 2**20, metavar="SIZE",
+        help="of a request, such as 500K or 8M (default: 8M)")
+    add("--log-requests", action="store_true", help="log the prompts as well")
+    add("--log-file", metavar="FILE", help="where to log (default: standard error)")
+    add_engine_arguments(parser)
+# fmt: on
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.model_argument is not None:
+        if args.model is not None:
+            raise CommandError("MODEL and --model are the same: give one of them")
+        args.model = args.model_argument
+    config = _server_config(args)
+    if args.max_queue < 0:
+        raise CommandError(f"--max-queue must be at least 0, not {args.max_queue}")
+    if not args.drain_timeout >= 0:
+        raise CommandError(f"--drain-timeout must be at least 0, not {args.drain_timeout:g}")
+    try:
+        listener = _listen(args.host, args.port)
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        print(f"rvllm: error: cannot listen on {args.host}, port {args.port}: {reason}", file=sys.stderr)
+        return EXIT_FAILURE
+    with listener:
+        from rvllm.server.serve import Server
+
+        return Server(args, config, listener).run()
+
+
+def _server_config(args: argparse.Namespace) -> ServerConfig:
+    from rvllm.models import DEFAULT_MODEL
+    from rvllm.server.served_model import ServerConfig
+
+    if args.timeout is not None and not 0 < args.timeout < 1e9:
+        raise CommandError(f"--timeout must be more than 0, not {args.timeout:g}")
+    if args.max_body_size < 1:
+        raise CommandError(f"--max-body-size must be at least 1, not {args.max_body_size}")
+    keys = args.api_key or [key for key in [os.environ.get("RVLLM_API_KEY")] if key]
+    if not all(key.strip() for key in keys):
+        raise CommandError("--api-key must not be empty")
+    path = PurePath(args.model or DEFAULT_MODEL)
+    return ServerConfig(
+        names=tuple(args.served_model_name or [path.stem if path.suffix == ".gguf" else path.name]),
+        aliases=() if args.model is None else (args.model,),
+        api_keys=tuple(keys),
+        cors_origins=tuple(args.cors_origin),
+        timeout=args.timeout,
+        max_body_size=args.max_body_size,
+        log_requests=args.log_requests,
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    if not 0 <= port < 2**16:
+        raise CommandError(f"--port must be between 0 and 65535, not {port}")
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,72 @@
+"""The FastAPI application: routes, and what lies around all of them.
+
+A request passes RequestLog (its id), Guard (its key and origin), the route's json_body (its fields), Generation
+(its tokens from the engine), and comes back as JSON or as an EventStream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
+
+from rvllm.server import chat, completions, models
+from rvllm.server.errors import add_error_handlers
+from rvllm.server.logs import RequestLog
+from rvllm.server.metrics import Metrics
+from rvllm.server.page import add_page
+from rvllm.server.security import Guard
+from rvllm.server.served_model import ServedModel, ServerConfig
+from rvllm.version import __version__
+
+BODIES = (completions.CompletionRequest, chat.ChatCompletionRequest)
+
+
+def create_app(
+    config: ServerConfig, model: ServedModel | None = None, on_startup: Callable[[], None] | None = None
+) -> FastAPI:
+    """model: may come later, as app.state.model; until then the API answers 503."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
+        if on_startup is not None:
+            on_startup()
+        yield
+
+    app = FastAPI(title="rvllm", version=__version__, lifespan=lifespan)
+    app.state.config = config
+    app.state.model = model
+    app.state.metrics = Metrics(config.names[0])
+    for module in (completions, chat, models):
+        app.include_router(module.router)
+    add_error_handlers(app)
+    paths = add_page(app)
+    app.add_middleware(Guard, api_keys=config.api_keys, origins=config.cors_origins, open_paths=paths)
+    app.add_middleware(RequestLog, log_prompts=config.log_requests)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's description, with the bodies that the routes read for themselves."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, definitions = models_json_schema(
+            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
+        app.openapi_schema = schema
+    return app.openapi_schema

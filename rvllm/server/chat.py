@@ -1,0 +1,236 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from rvllm.request import CompletionOutput
+from rvllm.sampling_params import SamplingParams
+from rvllm.server.chat_output import ChatOutput
+from rvllm.server.errors import APIError, bad_request, from_value_error, unsupported
+from rvllm.server.generation import Generation, new_id
+from rvllm.server.logprobs import chat_logprobs, prompt_logprobs
+from rvllm.server.messages import Message, template_messages
+from rvllm.server.schemas import SamplingFields, body_schema, json_body
+from rvllm.server.served_model import ServedModel, get_model
+from rvllm.server.streaming import DONE, EventStream, event, while_connected
+
+router = APIRouter()
+
+_RESERVED_KWARGS = frozenset(
+    {
+        "tokenizer",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+    }
+)
+
+
+class ChatCompletionRequest(SamplingFields):
+    UNSUPPORTED: ClassVar = {
+        **SamplingFields.UNSUPPORTED,
+        "add_special_tokens": (False,),
+        "audio": (),
+        "best_of": (1,),
+        "chat_template": (),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
+        "prediction": (),
+        "prompt": (),
+        "suffix": (),
+        "thinking_token_budget": (),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+    NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT | {"store"}
+
+    messages: list[Message]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    def to_sampling_params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
+        fields = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
+        limit = self.token_limit(None, fields)
+        if limit == 0:
+            raise bad_request("max_tokens must be at least 1, got 0", "max_tokens")
+        return self.sampling_params(
+            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+        )
+
+    def template_arguments(self, model: ServedModel) -> dict[str, Any]:
+        """Arguments of ChatTemplate.encode_chat(). Raises APIError."""
+        continues = bool(self.continue_final_message)
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name in _RESERVED_KWARGS & kwargs.keys():
+            raise bad_request(f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
+        if self.reasoning_effort is not None:
+            if model.chat_template is None or "reasoning_effort" not in model.chat_template.source:
+                raise unsupported("reasoning_effort", "the model's chat template has no such setting")
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        if self.documents is not None:
+            kwargs["documents"] = self.documents
+        generates = self.add_generation_prompt if self.add_generation_prompt is not None else not continues
+        return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
+
+
+async def encode_chat(
+    model: ServedModel, messages: list[dict[str, Any]], template_arguments: dict[str, Any]
+) -> list[int]:
+    """Token ids of a chat. Raises APIError."""
+    template = model.chat_template
+    if template is None:
+        raise bad_request(
+            "the model has no chat template: use /v1/completions, or start with --chat-template"
+        )
+    try:
+        # Templates come with models and may loop for long: they must not hold up the event loop.
+        return await asyncio.to_thread(template.encode_chat, model.tokenizer, messages, **template_arguments)
+    except ValueError as error:
+        raise from_value_error(error) from None
+
+
+@router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
+async def create_chat_completion(
+    request: Request,
+    body: Annotated[ChatCompletionRequest, Depends(json_body(ChatCompletionRequest))],
+    model: Annotated[ServedModel, Depends(get_model)],
+) -> Response:
+    """Answers a conversation."""
+    model.check_name(body.model)
+    body.check_stream_options()
+    params = body.to_sampling_params()
+    prompt = await encode_chat(model, template_messages(body.messages), body.template_arguments(model))
+    generation = Generation(request, model, new_id("chatcmpl"), [prompt], params, body.priority)
+    answer = ChatAnswer(body, generation)
+    if body.stream:
+        await while_connected(request, generation.start())
+        return EventStream(answer.events(), generation.close)
+    await while_connected(request, generation.finish())
+    return JSONResponse(answer.whole())
+
+
+class ChatAnswer:
+    """Turns the outputs of a generation into the objects of the API."""
+
+    def __init__(self, body: ChatCompletionRequest, generation: Generation) -> None:
+        self.body = body
+        self.generation = generation
+        self._outputs = [ChatOutput() for _ in range(generation.params.n)]
+        self._head: dict[str, Any] = {
+            "id": generation.request_id,
+            "created": int(time.time()),
+            "model": generation.model.name,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        result = self.generation.results[0]
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._whole_choice(completion) for completion in result.outputs],
+            "usage": self.generation.usage(),
+        }
+        if self.body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(result.prompt_logprobs)
+        if self.body.timings_per_token:
+            answer["timings"] = self.generation.timings()
+        return answer
+
+    def _whole_choice(self, completion: CompletionOutput) -> dict[str, Any]:
+        output = self._outputs[completion.index]
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        for delta in [*output.push(completion.text), *output.finish()]:
+            merge_delta(message, delta)
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
+        return self._choice(completion, message=message)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for index in range(self.generation.params.n):
+                role = {"role": "assistant", "content": ""}
+                yield self._chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+            async for _, result in self.generation:
+                for completion in result.outputs:
+                    for chunk in self._chunks(completion):
+                        yield chunk
+            if self.body.include_usage:
+                head = {**self._head, "object": "chat.completion.chunk"}
+                yield event({**head, "choices": [], "usage": self.generation.usage()})
+        except APIError as error:
+            yield event(error.body)
+        yield DONE
+
+    def _chunks(self, completion: CompletionOutput) -> list[bytes]:
+        """A chunk for each new delta, the finish in one of its own."""
+        output = self._outputs[completion.index]
+        deltas = output.push(completion.text)
+        if completion.is_finished:
+            deltas += output.finish()
+        logprobs = self._logprobs(completion)
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        chunks = []
+        for delta in deltas:
+            choice = {"index": completion.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            chunks.append(self._chunk(choice))
+            logprobs = None
+        if completion.is_finished:
+            chunks.append(self._chunk({**self._choice(completion, delta={}), "logprobs": None}))
+        return chunks
+
+    def _choice(self, completion: CompletionOutput, **content: Any) -> dict[str, Any]:
+        reason = completion.finish_reason
+        if reason == "stop" and self._outputs[completion.index].has_tool_calls:
+            reason = "tool_calls"
+        return {
+            "index": completion.index,
+            **content,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": reason,
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        if completion.logprobs is None:
+            return None
+        tokenizer, num_top = self.generation.model.tokenizer, self.body.top_logprobs or 0
+        entries = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, num_top)
+        return {"content": entries, "refusal": None}
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        if self.body.include_usage:
+            chunk["usage"] = self.generation.usage() if self.body.continuous_usage else None
+        if self.body.timings_per_token:
+            chunk["timings"] = self.generation.timings()
+        return event(chunk)
+
+
+def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Adds a delta to the message it is a part of."""
+    for name, value in delta.items():
+        if isinstance(value, str):
+            message[name] = (message.get(name) or "") + value

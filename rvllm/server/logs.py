@@ -1,0 +1,145 @@
+"""Logs: a line for each request, in logfmt, and no prompt in it unless asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, TextIO
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from rvllm.server.errors import CLIENT_CLOSED_REQUEST
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from rvllm.server.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = re.compile(r"[\w./:@+-]+", re.ASCII)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_QUIET_PATHS = frozenset({"/health", "/metrics"})  # asked every few seconds
+
+
+class RequestLog:
+    """Gives each request an id (the client's x-request-id, if that is harmless), and logs how it ended.
+
+    HEAD is answered as GET without the body.
+    """
+
+    def __init__(self, app: ASGIApp, log_prompts: bool) -> None:
+        self.app = app
+        self._log_prompts = log_prompts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get("x-request-id", "")
+        request_id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        start = time.perf_counter()
+        status = CLIENT_CLOSED_REQUEST
+        is_whole = False
+        is_head = scope["method"] == "HEAD"
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, is_whole
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            elif is_head:
+                message = {**message, "body": b""}
+            await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            inner = {**scope, "method": "GET"} if is_head else scope
+            await self.app(inner, receive, send_with_id)
+        except Exception:
+            status = 500
+            logger.exception("%s", logfmt(request_id=request_id, path=scope["path"]))
+            raise
+        finally:
+            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            if logger.isEnabledFor(level):
+                fields = {
+                    "request_id": request_id,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status if is_whole else CLIENT_CLOSED_REQUEST,
+                    "seconds": round(time.perf_counter() - start, 4),
+                }
+                generation = state.get("generation")
+                if generation is not None:
+                    fields |= self._generation_fields(generation)
+                logger.log(level, "%s", logfmt(**fields))
+
+    def _generation_fields(self, generation: Generation) -> dict[str, Any]:
+        reasons = {c.finish_reason or "abort" for output in generation.results for c in output.outputs}
+        fields: dict[str, Any] = {
+            "prompt_tokens": generation.num_prompt_tokens,
+            "cached_tokens": generation.num_cached_tokens,
+            "completion_tokens": generation.num_generated_tokens,
+            "finish_reason": ",".join(sorted(reasons)) or "abort",
+        }
+        if self._log_prompts:
+            decode = generation.model.tokenizer.decode
+            fields["prompts"] = [p if isinstance(p, str) else decode(p, False) for p in generation.prompts]
+        return fields
+
+
+def logfmt(**fields: Any) -> str:
+    """name=value pairs; what is not plain is a JSON string, so a line stays a line."""
+
+    def show(value: Any) -> str:
+        text = str(value)
+        return text if _PLAIN.fullmatch(text) else json.dumps(value if isinstance(value, list) else text)
+
+    return " ".join(f"{name}={show(value)}" for name, value in fields.items())
+
+
+class QuietHandler(logging.Handler):
+    """Writes lines to standard error or a file; what cannot be written is dropped and counted, never an error.
+
+    A full disk or a closed pipe must not stop the server.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        """Raises OSError when the file cannot be opened."""
+        super().__init__()
+        self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+        self.num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record) + "\n"
+            if self._file is None:
+                stream: TextIO | None = sys.stderr
+                if stream is None:
+                    raise OSError("standard error is closed")
+                stream.write(line)
+                stream.flush()
+            else:
+                os.write(self._file, line.encode("utf-8", "backslashreplace"))
+        except (OSError, ValueError):
+            self.num_dropped += 1
+
+
+def configure_logging(path: str | None = None, level: int = logging.INFO) -> QuietHandler:
+    """Sends the logs of rvllm and uvicorn to standard error, or to the end of a file."""
+    handler = QuietHandler(path)
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
+    handler.setFormatter(formatter)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("rvllm").setLevel(level)
+    return handler

@@ -1,0 +1,252 @@
+"""What the requests of several APIs have in common: strict fields, and how they become SamplingParams."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError, from_json
+
+from rvllm.sampling_params import SamplingParams
+from rvllm.server.errors import bad_request, from_validation_error, from_value_error, unsupported
+from rvllm.server.security import read_body
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGPROBS = 20  # alternatives beside each token
+MAX_UNKNOWN_FIELDS = 100  # names that are logged, each once
+
+_unknown_fields: set[str] = set()
+
+
+class APIRequest(BaseModel):
+    """A JSON body. Types are exact: "0.5" is no number, true is no integer; null is the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    # Known fields that are not offered, each with the values that ask for nothing.
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # Known fields that have no bearing on the answer.
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
+
+    def check_extra(self, where: str) -> None:
+        """Raises APIError for a known field that is not supported; logs an unknown one, once."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in self.NO_EFFECT:
+                continue
+            harmless = self.UNSUPPORTED.get(name)
+            if harmless is None:
+                _log_unknown(where, name)
+            elif not any(value == x and type(value) is type(x) for x in harmless):
+                raise unsupported(name)
+
+
+Model = TypeVar("Model", bound=APIRequest)
+
+
+def json_body(model: type[Model]) -> Callable[[Request], Coroutine[Any, Any, Model]]:
+    """A dependency that reads the body of a request as `model`, whatever its content type says.
+
+    Raises APIError: 400 for a bad one, 408 for one that does not arrive, 413 for one that is too large.
+    """
+
+    async def parse(request: Request) -> Model:
+        data = await read_body(request)
+        try:
+            body = model.model_validate_json(data)
+        except ValidationError as error:
+            raise from_validation_error(error, _untyped(data)) from None
+        if b"NaN" in data or b"Infinity" in data:
+            try:
+                from_json(data, allow_inf_nan=False)
+            except ValueError:
+                raise bad_request("the body is no valid JSON: it has no NaN and no Infinity") from None
+        body.check_extra(request.url.path)
+        return body
+
+    return parse
+
+
+def body_schema(model: type[APIRequest]) -> dict[str, Any]:
+    """The part of a route's OpenAPI description that json_body() does not give by itself."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def one_of(expected: str) -> WrapValidator:
+    """One error for a union, instead of one for each of its types."""
+
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("union", "must be {expected}", {"expected": expected}) from None
+
+    return WrapValidator(validate)
+
+
+Prompts = Annotated[
+    str | list[int] | list[str] | list[list[int]],
+    one_of("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
+]
+Strings = Annotated[str | list[str], one_of("a string or a list of strings")]
+
+
+def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts one by one, be they one or several."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not prompts or isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(APIRequest):
+    """Fields with the names, meanings and defaults of OpenAI's API and vLLM's."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "allowed_token_ids": (),
+        "bad_words": ([],),
+        "cache_salt": (),
+        "kv_transfer_params": (),
+        "length_penalty": (1.0, 1),
+        "logits_processors": ([],),
+        "min_keep": (0,),
+        "repetition_detection": (),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (),
+        "use_beam_search": (False,),
+        "vllm_xargs": ({},),
+        **dict.fromkeys(
+            ("typical_p", "top_n_sigma", "dry_multiplier", "xtc_probability", "mirostat"), (0, 0.0)
+        ),
+        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    }
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        {"metadata", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
+    )
+
+    model: str | None = Field(None, description="one of GET /v1/models; absent: the one that is served")
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_prompt: bool | None = None
+    n_predict: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    timings_per_token: bool | None = Field(None, description="add llama.cpp's timings to the answer")
+
+    def sampling_params(self, *, max_tokens: int | None, **others: Any) -> SamplingParams:
+        """SamplingParams of the fields that were given, and of others that the API has in its own way.
+
+        Raises APIError naming the field.
+        """
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | others
+        given = {name: value for name, value in values.items() if value is not None}
+        for name in ("logprobs", "prompt_logprobs"):
+            if given.get(name, 0) > MAX_LOGPROBS:
+                raise bad_request(f"{name} must be at most {MAX_LOGPROBS}, got {given[name]}", name)
+        if "prompt_logprobs" in given:
+            raise unsupported("prompt_logprobs")
+        try:
+            return SamplingParams(max_tokens=max_tokens, **given)
+        except ValueError as error:
+            raise from_value_error(error) from None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options is only allowed with stream: true", "stream_options")
+
+    def token_limit(self, default: int | None, fields: Mapping[str, int | None]) -> int | None:
+        """The one limit on the answer's tokens, whatever its name; None for no limit, as n_predict -1 asks for.
+
+        Raises APIError for two that differ.
+        """
+        given = {
+            name: value
+            for name, value in {**fields, "n_predict": self.n_predict}.items()
+            if value is not None
+        }
+        if len(set(given.values())) > 1:
+            raise bad_request(
+                f"{' and '.join(given)} are given and differ: use one of them", next(iter(given))
+            )
+        name, limit = next(iter(given.items()), ("", default))
+        if limit is not None and limit < 0 and (name, limit) != ("n_predict", -1):
+            raise bad_request(f"{name} must be at least 0, got {limit}", name)
+        return None if limit == -1 else limit
+
+
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "prompt_logprobs",
+    "skip_special_tokens",
+)
+
+
+def _log_unknown(where: str, name: str) -> None:
+    if name in _unknown_fields or len(_unknown_fields) >= MAX_UNKNOWN_FIELDS:
+        return
+    _unknown_fields.add(name)
+    logger.warning("%s: unknown field %s is ignored", where, json.dumps(name[:64]))
+
+
+def _untyped(data: bytes) -> Any:
+    try:
+        return from_json(data)
+    except ValueError:
+        return None

@@ -1,0 +1,125 @@
+"""The process of `rvllm serve`: loads the model beside the running server, drains on a signal."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from rvllm.async_engine import AsyncEngine
+from rvllm.chat_template import ChatTemplate
+from rvllm.cli.arguments import load_llm, read_text
+from rvllm.cli.errors import CommandError, user_errors
+from rvllm.server.app import create_app
+from rvllm.server.logs import configure_logging
+from rvllm.server.served_model import ServedModel, ServerConfig
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = 75  # seconds an idle connection stays open, longer than clients keep theirs
+FLUSH_TIMEOUT = 5  # seconds for slow readers to take what is left when the engine has drained
+
+
+class Server:
+    """One run of the server, from the bound socket to the exit status."""
+
+    def __init__(self, args: argparse.Namespace, config: ServerConfig, listener: socket.socket) -> None:
+        """Raises CommandError when the log file cannot be opened."""
+        with user_errors():
+            configure_logging(args.log_file)
+        self._args = args
+        self._config = config
+        self._listener = listener
+        self._app = create_app(config, on_startup=self._on_startup)
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                self._app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=FLUSH_TIMEOUT,
+            )
+        )
+        self._is_stopping = False
+        self._load_error: CommandError | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self) -> int:
+        """Serves until a signal; raises CommandError when the model cannot be loaded."""
+        host, port = self._listener.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        with suppress(OSError):
+            print(f"rvllm: listening at http://{host}:{port}", file=sys.stderr, flush=True)
+        threading.Thread(target=self._load, name="rvllm-load", daemon=True).start()
+        self._uvicorn.run([self._listener])
+        if self._load_error is not None:
+            raise self._load_error
+        model: ServedModel | None = self._app.state.model
+        if model is not None:
+            model.engine.shutdown()
+        return 0
+
+    def _load(self) -> None:
+        args, config = self._args, self._config
+        try:
+            source = None if args.chat_template is None else read_text(args.chat_template)
+            llm = load_llm(args, args.seed)
+            template = llm.chat_template if source is None else ChatTemplate.from_source(source, llm.tokenizer)
+            with user_errors():
+                engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
+        except CommandError as error:
+            self._load_error = error
+            self._uvicorn.should_exit = True
+            return
+        engine.start()
+        self._app.state.metrics.observe_engine(engine)
+        self._app.state.model = ServedModel(
+            names=config.names,
+            aliases=config.aliases,
+            engine=engine,
+            tokenizer=llm.tokenizer,
+            chat_template=template,
+            max_model_len=llm.engine.max_model_len,
+            timeout=config.timeout,
+        )
+        logger.info("serving %s", config.names[0])
+
+    def _on_startup(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if self._is_stopping:
+            os._exit(128 + number)  # as shells report it
+        self._is_stopping = True
+        task = asyncio.ensure_future(self._stop())
+        self._tasks.add(task)
+
+    async def _stop(self) -> None:
+        model: ServedModel | None = self._app.state.model
+        if model is not None and not model.engine.is_dead:
+            logger.info(
+                "draining: %d requests in flight", model.engine.num_running + model.engine.num_waiting
+            )
+            await model.engine.drain(self._args.drain_timeout)
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to us: its own handler would stop listening before the requests in flight are done."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield

@@ -1,0 +1,67 @@
+"""The one model that a server serves: loaded in the background, then asked by every route."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastapi import Request
+
+from rvllm.server.errors import APIError
+
+if TYPE_CHECKING:
+    from rvllm.async_engine import AsyncEngine
+    from rvllm.chat_template import ChatTemplate
+    from rvllm.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the HTTP side.
+
+    names: of the model, the first is its own. aliases: names it answers to that are not listed.
+    timeout: seconds a request may take, None for no limit. max_body_size: bytes.
+    """
+
+    names: Sequence[str] = ("model",)
+    aliases: Sequence[str] = ()
+    api_keys: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    timeout: float | None = None
+    max_body_size: int = 8 * 2**20
+    log_requests: bool = False
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    names: Sequence[str]
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int
+    timeout: float | None = None
+    aliases: Sequence[str] = ()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check_name(self, name: str | None) -> None:
+        """Raises APIError (404) unless the request asks for this model, or for none by name."""
+        if name is not None and name not in self.names and name not in self.aliases:
+            served = ", ".join(repr(known) for known in self.names)
+            raise APIError(
+                404, f"the model {name[:200]!r} does not exist; served: {served}", "model", "model_not_found"
+            )
+
+
+def get_model(request: Request) -> ServedModel:
+    """The model, once it has been loaded. Raises APIError (503) before."""
+    model: ServedModel | None = request.app.state.model
+    if model is None:
+        headers = {"Retry-After": "5"}
+        raise APIError(503, "the model is being loaded", code="model_loading", headers=headers)
+    return model
