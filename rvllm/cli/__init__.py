@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import bench, generate, info, perplexity, pull, serve
+from rvllm.cli import bench, bench_serve, generate, info, perplexity, pull, serve
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
 COMMANDS = {
     "bench": bench,
+    "bench serve": bench_serve,
     "generate": generate,
     "info": info,
     "perplexity": perplexity,
@@ -81,8 +82,13 @@ def _drop_output() -> None:
 
 
 def _join_prompts(argv: Sequence[str]) -> list[str]:
-    """Ties a prompt to its option: argparse would take one such as "-hello" for an option itself."""
+    """Ties a prompt to its option: argparse would take one such as "-hello" for an option itself.
+
+    A command of two words becomes one word for argparse.
+    """
     joined: list[str] = []
+    if " ".join(argv[:2]) in COMMANDS:
+        argv = [" ".join(argv[:2]), *argv[2:]]
     words = iter(argv)
     for word in words:
         text = next(words, None) if word in ("-p", "--prompt") else None
