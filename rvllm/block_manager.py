@@ -15,6 +15,16 @@ BlockKey = tuple[int, tuple[int, ...]]
 _START = 0  # content id before the first block
 
 
+class Prefix:
+    """The longest known beginning of some tokens: its blocks, and the content ids these had when they were found."""
+
+    __slots__ = ("blocks", "content_ids")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.content_ids: list[int] = []
+
+
 class BlockManager:
     """Hands out the num_blocks blocks of block_size tokens each.
 
@@ -43,21 +53,27 @@ class BlockManager:
         """Number of blocks that num_tokens tokens fill or begin."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, token_ids: Sequence[int]) -> list[int]:
-        """The blocks that hold the longest known prefix of token_ids, never all of it.
+    def match(self, token_ids: Sequence[int], prefix: Prefix | None = None) -> Prefix:
+        """Finds the blocks that hold the longest known prefix of token_ids, never all of it.
 
         One token at least is left to compute: without it there would be no logits to sample from.
+        prefix: what was found for these tokens before. It is brought up to date in place, and only what has
+        become known since is looked up.
         """
-        blocks: list[int] = []
-        content_id = _START
-        size = self.block_size
-        for start in range(0, (len(token_ids) - 1) // size * size, size):
-            block = self._index.get((content_id, tuple(token_ids[start : start + size])))
-            if block is None:
+        prefix = Prefix() if prefix is None else prefix
+        blocks, content_ids, size = prefix.blocks, prefix.content_ids, self.block_size
+        for i, (block, content_id) in enumerate(zip(blocks, content_ids, strict=True)):
+            if self._content_ids[block] != content_id or self._keys[block] is None:  # reused since
+                del blocks[i:], content_ids[i:]
                 break
-            blocks.append(block)
-            content_id = self._content_ids[block]
-        return blocks
+        for start in range(len(blocks) * size, (len(token_ids) - 1) // size * size, size):
+            parent = content_ids[-1] if content_ids else _START
+            found = self._index.get((parent, tuple(token_ids[start : start + size])))
+            if found is None:
+                break
+            blocks.append(found)
+            content_ids.append(self._content_ids[found])
+        return prefix
 
     def cost(self, shared: Sequence[int], num_tokens: int) -> int:
         """Free blocks that allocate(shared, num_tokens) would take."""

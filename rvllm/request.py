@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from rvllm.block_manager import Prefix
 from rvllm.sampling_params import SamplingParams
 
 
@@ -33,7 +34,8 @@ class Request:
     token_ids: prompt + output, one list that grows. K/V of token_ids[:num_computed_tokens] is stored in the
     blocks of block_table; preemption sets num_computed_tokens back to 0 and empties the table.
     max_num_tokens: prompt + output length at which the request ends with "length".
-    priority: the lowest is served first; of equals, the one that came first.
+    priority: the lowest is served first; of equals, the one that was added first (key). prefix: what was found of
+    token_ids in the prefix cache while it waits.
     """
 
     __slots__ = (
@@ -41,12 +43,14 @@ class Request:
         "block_table",
         "finish_reason",
         "index",
+        "key",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "prefix",
         "priority",
         "request_id",
         "sampler",
@@ -71,6 +75,8 @@ class Request:
         self.index = index
         self.arrival_step = arrival_step
         self.priority = priority
+        self.key = (priority, 0)
+        self.prefix = Prefix()
         self.max_num_tokens = max_num_tokens
         self.sampler = sampler
         self.token_ids = list(prompt_token_ids)

@@ -1,16 +1,21 @@
 """Scheduler: decides which tokens of which requests the next step computes.
 
-Plain ints; the only resource it knows is the BlockManager's blocks. Requests are served in order of arrival.
+Plain ints; the only resource it knows is the BlockManager's blocks.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 
-from rvllm.block_manager import BlockManager
+from rvllm.block_manager import BlockManager, Prefix
 from rvllm.request import Request, RequestStatus
+
+_key = attrgetter("key")
+
+_MAX_PASSED = 8  # prompts too long for a step that shorter ones behind them are let past
 
 
 @dataclass(slots=True)
@@ -18,7 +23,7 @@ class SchedulerOutput:
     """One step. scheduled: the requests that take part, each with its number of tokens.
 
     A request samples in this step if these are its last known tokens. num_decode_tokens counts the tokens that
-    were sampled in an earlier step and are new to the model, num_prefill_tokens all others.
+    were sampled in the step before, num_prefill_tokens all others.
     """
 
     scheduled: list[tuple[Request, int]]
@@ -29,11 +34,12 @@ class SchedulerOutput:
 class Scheduler:
     """Runs at most max_num_seqs requests, at most max_num_batched_tokens tokens a step.
 
-    A step gives every running request its one token, oldest first, then spends the rest of the budget on
-    prompts in order of arrival. A prompt too long for that is computed in chunks, one such prompt at a time;
-    half of the rest is offered to the prompts behind it that it suffices for, so that short ones pass.
-    When blocks run out, the latest running request is preempted: it gives up its blocks, goes to the front of
-    the queue, and computes all its tokens anew later. The oldest one always goes on, so nobody starves.
+    Requests are served in the order of (priority, arrival). A step gives every running request its one token,
+    then spends the rest of the budget on prompts. A prompt too long for that is computed in chunks, one such
+    prompt at a time; half of the rest is offered to the prompts behind it that it suffices for, so that short ones
+    pass. When blocks run out, the last running request in the order is preempted: it gives up its blocks, waits at
+    its place in the order, and computes all its tokens anew later. The first one always goes on, so nobody
+    starves, as long as not every new request has a better priority.
 
     The caller alternates schedule() and update(); add() and finish() may be called between the two pairs.
     """
@@ -42,15 +48,18 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        # A request joins with a token in the same step, so all that run find one in the budget of every step.
+        self._num_seats = min(max_num_seqs, max_num_batched_tokens)
         self.step = 0
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
         self.prefix_hits = 0  # of those, tokens found
         self._num_added = 0
+        self._num_arrived = 0
         self._num_unfinished = 0
         self._future: list[tuple[int, int, Request]] = []  # heap of (arrival_step, order of add, request)
-        self._waiting: OrderedDict[Request, None] = OrderedDict()
-        self._running: OrderedDict[Request, None] = OrderedDict()  # oldest first
+        self._waiting: list[Request] = []  # in order, as are those that run
+        self._running: list[Request] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -67,22 +76,28 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues request from step request.arrival_step on. It must fit the pool when it is alone."""
-        heapq.heappush(self._future, (request.arrival_step, self._num_added, request))
-        self._num_added += 1
         self._num_unfinished += 1
+        if request.arrival_step <= self.step:
+            self._enqueue(request)
+        else:
+            self._num_added += 1
+            heapq.heappush(self._future, (request.arrival_step, self._num_added, request))
 
     def finish(self, request: Request) -> None:
         """Takes request out, whatever its state, and frees its blocks at once."""
         if request.is_finished:
             return
-        self._running.pop(request, None)
-        self._waiting.pop(request, None)
+        queue = self._running if request.status is RequestStatus.RUNNING else self._waiting
+        i = bisect_left(queue, request.key, key=_key)
+        if i < len(queue) and queue[i] is request:
+            del queue[i]
+        # else it has not arrived, and is dropped from the heap later
         self.block_manager.free(request.block_table)
-        request.status = RequestStatus.FINISHED  # one that has not arrived is dropped from the heap later
+        request.status = RequestStatus.FINISHED
         self._num_unfinished -= 1
 
     def reset(self) -> None:
-        """Drops every request and the prefix cache: after a failed step its blocks may lack their content."""
+        """Drops every request and the prefix cache."""
         for request in [*self._running, *self._waiting, *(entry[2] for entry in self._future)]:
             self.finish(request)
         self._future.clear()
@@ -95,30 +110,27 @@ class Scheduler:
         """
         self._admit_arrivals()
         scheduled: list[tuple[Request, int]] = []
-        partly_computed: Request | None = None
-        for request in list(self._running):
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for an older one
-            if request.num_tokens - request.num_computed_tokens > 1:
-                partly_computed = request
+        prompts: list[Request] = []  # partly computed
+        num_decode_tokens = 0
+        for request in self._running:  # loses only those at its end
+            if len(request.token_ids) - request.num_computed_tokens > 1:
+                prompts.append(request)
             elif self._append_block(request):
                 self._schedule(request, 1, scheduled)
-        self._schedule_prompts(partly_computed, scheduled)
+                num_decode_tokens += request.num_output_tokens > 0
+        num_prefill_tokens = len(scheduled) - num_decode_tokens
+        num_prefill_tokens += self._schedule_prompts(prompts, scheduled)
         if not scheduled and (self._running or self._waiting):
             raise RuntimeError(f"nothing can run: {self.num_running} running, {self.num_waiting} waiting")
         self.step += 1
-        num_tokens = sum(count for _, count in scheduled)
-        num_decode_tokens = sum(
-            r.num_output_tokens > 0 and r.num_computed_tokens == r.num_tokens - 1 for r, _ in scheduled
-        )
-        return SchedulerOutput(scheduled, num_tokens - num_decode_tokens, num_decode_tokens)
+        return SchedulerOutput(scheduled, num_prefill_tokens, num_decode_tokens)
 
     def update(self, output: SchedulerOutput) -> list[Request]:
         """Records that the step has been computed; returns the requests that have sampled, in order."""
         sampling = []
         for request, num_tokens in output.scheduled:
             request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens == request.num_tokens:
+            if request.num_computed_tokens == len(request.token_ids):
                 sampling.append(request)
         return sampling
 
@@ -133,11 +145,11 @@ class Scheduler:
                 raise RuntimeError(f"waiting request with {len(request.block_table)} blocks is {request!r}")
             if request.num_computed_tokens:
                 raise RuntimeError(f"waiting request has computed tokens: {request!r}")
-        # A request joins with a token in the same step, so all that run find one in the budget of every step.
-        if len(self._running) > min(self.max_num_seqs, self.max_num_batched_tokens):
-            raise RuntimeError(f"{len(self._running)} requests run, more than a step can serve")
-        if sum(r.num_tokens - r.num_computed_tokens > 1 for r in self._running) > 1:
-            raise RuntimeError("more than one running request is partly computed")
+        for queue in (self._running, self._waiting):
+            if any(queue[i].key >= queue[i + 1].key for i in range(len(queue) - 1)):
+                raise RuntimeError(f"requests are out of order: {queue!r}")
+        if len(self._running) > self._num_seats:
+            raise RuntimeError(f"{len(self._running)} requests run, at most {self._num_seats} may")
         num_future = sum(not entry[2].is_finished for entry in self._future)
         if len(self._running) + len(self._waiting) + num_future != self._num_unfinished:
             raise RuntimeError(f"{self._num_unfinished} unfinished requests are not all queued or running")
@@ -151,72 +163,95 @@ class Scheduler:
         while self._future and self._future[0][0] <= self.step:
             request = heapq.heappop(self._future)[2]
             if not request.is_finished:
-                self._waiting[request] = None
+                self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._num_arrived += 1
+        request.key = (request.priority, self._num_arrived)
+        insort(self._waiting, request, key=_key)
 
     def _append_block(self, request: Request) -> bool:
         """Makes room for the last token of request; False if request itself had to be preempted."""
-        while not self.block_manager.can_append(request.block_table, request.num_tokens):
-            victim = next(reversed(self._running))
+        num_tokens = len(request.token_ids)
+        if num_tokens <= len(request.block_table) * self.block_manager.block_size:
+            return True
+        while not self.block_manager.can_append(request.block_table, num_tokens):
+            victim = self._running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
-        self.block_manager.append(request.block_table, request.num_tokens)
+        self.block_manager.append(request.block_table, num_tokens)
         return True
 
     def _preempt(self, request: Request) -> None:
         self.block_manager.free(request.block_table)
-        del self._running[request]
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting[request] = None
-        self._waiting.move_to_end(request, last=False)
+        insort(self._waiting, request, key=_key)
 
-    def _schedule_prompts(self, request: Request | None, scheduled: list[tuple[Request, int]]) -> None:
-        """Spends the rest of the budget on the partly computed request, then on waiting ones."""
-        budget = room = self.max_num_batched_tokens - len(scheduled)
+    def _schedule_prompts(self, prompts: list[Request], scheduled: list[tuple[Request, int]]) -> int:
+        """Spends the rest of the budget on prompts, in order: partly computed ones, and waiting ones that blocks and
+        seats suffice for. Returns the number of tokens spent."""
+        seats = self._num_seats - len(self._running)
+        waiting = self._waiting[: seats + _MAX_PASSED] if seats > 0 else []
+        prompts = [request for request in prompts if request.status is RequestStatus.RUNNING]
+        budget = room = rest = self.max_num_batched_tokens - len(scheduled)
         long_prompt: Request | None = None
-        while room:
-            request = request or self._admit(room if long_prompt else None)
-            if request is None:
+        num_passed = 0
+        for request in heapq.merge(prompts, waiting, key=_key) if prompts else waiting:
+            if room == 0:
                 break
-            num_tokens = request.num_tokens - request.num_computed_tokens
+            is_waiting = request.status is RequestStatus.WAITING
+            if is_waiting and num_passed > _MAX_PASSED:
+                continue
+            num_tokens = self._num_tokens_left(request)
+            if long_prompt is not None and num_tokens > room:
+                num_passed += is_waiting
+                continue
+            if is_waiting and not self._admit(request):
+                num_passed = _MAX_PASSED + 1  # nobody passes a prompt that waits for a seat or blocks
+                continue
             if num_tokens <= room:
                 self._schedule(request, num_tokens, scheduled)
-                budget -= num_tokens
+                rest -= num_tokens
                 room -= num_tokens
             else:
                 long_prompt = request
                 room //= 2
-            request = None
-        if long_prompt:
-            self._schedule(long_prompt, budget, scheduled)
+        if long_prompt is not None:
+            self._schedule(long_prompt, rest, scheduled)
+            rest = 0
+        return budget - rest
 
-    def _admit(self, most_tokens: int | None) -> Request | None:
-        """Lets the first waiting request run if blocks suffice and it has at most most_tokens to compute."""
-        if not self._waiting or len(self._running) >= self.max_num_seqs:
-            return None
-        request = next(iter(self._waiting))
-        shared = self.block_manager.match(request.token_ids)
-        num_cached_tokens = len(shared) * self.block_manager.block_size
-        if most_tokens is not None and request.num_tokens - num_cached_tokens > most_tokens:
-            return None
+    def _num_tokens_left(self, request: Request) -> int:
+        """Tokens to compute of a prompt, after what of it is in the prefix cache."""
+        if request.status is RequestStatus.RUNNING:
+            return len(request.token_ids) - request.num_computed_tokens
+        prefix = self.block_manager.match(request.token_ids, request.prefix)
+        return len(request.token_ids) - len(prefix.blocks) * self.block_manager.block_size
+
+    def _admit(self, request: Request) -> bool:
+        """Lets a waiting request run, whose prefix has just been matched, if there is a seat and blocks suffice."""
+        if len(self._running) >= self._num_seats:
+            return False
         # Blocks for all known tokens at once, so that no prompt is stuck half-way, and a spare block for each
         # request that runs, so that none is preempted soon after.
-        needed = self.block_manager.cost(shared, request.num_tokens) + len(self._running)
-        if needed > self.block_manager.num_free_blocks:
-            return None
-        del self._waiting[request]
-        self._running[request] = None
+        manager, shared, num_tokens = self.block_manager, request.prefix.blocks, len(request.token_ids)
+        if manager.cost(shared, num_tokens) + len(self._running) > manager.num_free_blocks:
+            return False
+        del self._waiting[bisect_left(self._waiting, request.key, key=_key)]
+        insort(self._running, request, key=_key)
         request.status = RequestStatus.RUNNING
-        request.block_table = self.block_manager.allocate(shared, request.num_tokens)
-        request.num_computed_tokens = num_cached_tokens
+        request.block_table = manager.allocate(shared, num_tokens)
+        request.num_computed_tokens = len(shared) * manager.block_size
         if request.num_preemptions == 0:
-            request.num_cached_tokens = num_cached_tokens
+            request.num_cached_tokens = request.num_computed_tokens
             self.prefix_queries += request.num_prompt_tokens
-            self.prefix_hits += num_cached_tokens
-        return request
+            self.prefix_hits += request.num_cached_tokens
+        request.prefix = Prefix()
+        return True
 
     def _schedule(self, request: Request, num_tokens: int, scheduled: list[tuple[Request, int]]) -> None:
         start = request.num_computed_tokens

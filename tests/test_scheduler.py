@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fake_runner import FakeRunner, tokens_alone
 from hypothesis import settings
@@ -26,10 +28,12 @@ class Harness:
         self.scheduler = Scheduler(BlockManager(num_blocks, block_size, caching), seqs, budget)
         self.num_added = 0
 
-    def add(self, prompt: list[int], max_tokens: int = 8, arrival_step: int = 0) -> Request:
+    def add(
+        self, prompt: list[int], max_tokens: int = 8, arrival_step: int = 0, priority: float = 0
+    ) -> Request:
         sampler = self.runner.make_sampler(GREEDY, prompt, (), 0, 0)
         length = len(prompt) + max_tokens
-        request = Request(f"r{self.num_added}", prompt, GREEDY, length, arrival_step, sampler=sampler)
+        request = Request(f"r{self.num_added}", prompt, GREEDY, length, arrival_step, 0, sampler, priority)
         self.num_added += 1
         self.scheduler.add(request)
         return request
@@ -174,6 +178,106 @@ def test_latest_is_preempted_first_and_resumes_first() -> None:
     assert_exact(late)
 
 
+def test_lowest_priority_is_served_first_and_of_equals_the_earliest() -> None:
+    harness = Harness(seqs=1)
+    order = [harness.add([i], 2, priority=priority) for i, priority in enumerate((0, 5, -1, 5, -1, 0))]
+    steps = harness.run()
+    served = list(dict.fromkeys(request_id for step in steps for request_id in step))
+    assert served == ["r2", "r4", "r0", "r5", "r1", "r3"]
+    for request in order:
+        assert_exact(request)
+
+
+def test_priority_gives_way_to_no_one_and_the_lowest_is_preempted() -> None:
+    harness = Harness(num_blocks=9, budget=32, caching=False)
+    requests = [harness.add([i] * 8, 20, priority=priority) for i, priority in enumerate((2, 0, 1))]
+    harness.run()
+    preemptions = [request.num_preemptions for request in requests]
+    assert preemptions[0] >= preemptions[2] >= preemptions[1] == 0 < preemptions[0]
+    for request in requests:
+        assert_exact(request)
+
+
+def test_urgent_prompt_takes_over_the_chunks_of_a_long_one() -> None:
+    harness = Harness(num_blocks=256, budget=16, caching=False)
+    slow = harness.add(list(range(60)) * 4, 2, priority=1)
+    harness.step()
+    urgent = harness.add([7] * 40, 2, priority=0)
+    steps = harness.run()
+    assert [step.get("r1") for step in steps[:5]] == [16, 16, 8, 1, None]
+    assert [step.get("r0") for step in steps[:5]] == [None, None, 8, 15, 16]
+    assert_exact(slow)
+    assert_exact(urgent)
+
+
+def test_short_prompts_pass_several_long_ones_while_one_is_computed() -> None:
+    harness = Harness(num_blocks=512, budget=16)
+    for i in range(4):
+        harness.add([i] * 160, 1)
+    harness.add([9, 9], 1)
+    assert harness.step() == {"r0": 14, "r4": 2}
+    assert list(harness.step()) == ["r0"]  # but none of the long ones is begun before its turn
+    harness.run()
+
+
+def test_nobody_passes_a_prompt_that_waits_for_blocks() -> None:
+    harness = Harness(num_blocks=8, block_size=4, caching=False)
+    harness.add([1] * 20, 4)
+    harness.step()
+    waiting, small = harness.add([2] * 16, 1), harness.add([3], 1)
+    harness.step()
+    assert waiting.status is small.status is RequestStatus.WAITING
+    harness.run()
+
+
+class CountingTokens(list[int]):
+    """Token ids that count how often a block of them is looked at."""
+
+    num_slices = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        CountingTokens.num_slices += isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("waiting_for", ["blocks", "seat", "turn"])
+def test_waiting_prompt_is_not_matched_anew_in_every_step(waiting_for: str) -> None:
+    seqs, budget = (1, 64) if waiting_for == "seat" else (8, 16 if waiting_for == "turn" else 400)
+    harness = Harness(num_blocks=136, block_size=4, seqs=seqs, budget=budget)
+    prompt = [i % 50 for i in range(300)]
+    first = harness.add(prompt, 60)
+    long = harness.add([i % 47 for i in range(320)], 1) if waiting_for == "turn" else None
+    while first.num_output_tokens == 0 and waiting_for != "turn":
+        harness.step()
+    last = harness.add([*prompt[:40], *([5] * 300)], 1)
+    last.token_ids = CountingTokens(last.token_ids)
+    CountingTokens.num_slices = 0
+    for num_steps in range(1, 16):
+        harness.step()
+        assert last.status is RequestStatus.WAITING
+        assert CountingTokens.num_slices <= 10 + num_steps  # its ten known blocks, and one look for the next
+    harness.run()
+    assert last.num_cached_tokens == 40
+    for request in filter(None, (first, last, long)):
+        assert_exact(request)
+
+
+def test_ten_thousand_waiting_requests_are_not_looked_at() -> None:
+    harness = Harness(seqs=4, budget=16)
+    requests = [harness.add([i % 60, 1, 2, 3, 4], 6) for i in range(10_000)]
+    for request in requests:
+        request.token_ids = CountingTokens(request.token_ids)
+    harness.step()
+    CountingTokens.num_slices = 0
+    for _ in range(5):
+        harness.step()
+    assert CountingTokens.num_slices < 100
+    for request in requests[::-1]:
+        harness.scheduler.finish(request)
+    harness.scheduler.check_integrity()
+    assert not harness.scheduler.has_unfinished
+
+
 def test_request_that_needs_the_whole_pool_waits_and_runs() -> None:
     harness = Harness(num_blocks=8, block_size=4, budget=64)
     small = [harness.add([i] * 4, max_tokens=8) for i in range(3)]
@@ -265,13 +369,23 @@ class Scheduling(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=20),
         max_tokens=st.integers(1, 12),
         wait=st.integers(0, 6),
+        priority=st.integers(-1, 1),
     )
-    def add(self, prompt: list[int], max_tokens: int, wait: int) -> None:
+    def add(self, prompt: list[int], max_tokens: int, wait: int, priority: int) -> None:
         manager = self.harness.scheduler.block_manager
         slots = manager.num_blocks * manager.block_size
         prompt = prompt[:slots]
         max_tokens = min(max_tokens, slots + 1 - len(prompt))
-        self.requests.append(self.harness.add(prompt, max_tokens, self.harness.scheduler.step + wait))
+        step = self.harness.scheduler.step + wait
+        self.requests.append(self.harness.add(prompt, max_tokens, step, priority))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), count=st.integers(1, 3), priority=st.integers(-1, 1))
+    def fork(self, data: st.DataObject, count: int, priority: int) -> None:
+        """Requests that go on from all that another one has so far."""
+        tokens = data.draw(st.sampled_from(self.requests)).token_ids
+        for _ in range(count):
+            self.add(list(tokens), 4, 0, priority)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -287,9 +401,13 @@ class Scheduling(RuleBasedStateMachine):
     def step(self, steps: int) -> None:
         for _ in range(steps):
             if self.harness.scheduler.has_unfinished:
-                oldest = next(iter(self.harness.scheduler._running), None)
                 counts = self.harness.step()
-                assert counts and (oldest is None or oldest.request_id in counts), "the oldest must go on"
+                first = min(self.served(counts), key=lambda request: request.key)
+                running = self.harness.scheduler._running
+                assert all(first.key <= request.key for request in running), "the first must go on"
+
+    def served(self, counts: dict[str, int]) -> list[Request]:
+        return [request for request in self.requests if request.request_id in counts]
 
     @invariant()
     def integrity(self) -> None:
