@@ -44,6 +44,7 @@ class SamplingParams:
     logit_bias: token id -> addend in [-100, 100].
     logprobs: None for none, else how many alternatives beside the sampled token. Always natural logarithms
         of the model's own distribution, before temperature, penalties and bias.
+    cache_prompt: False computes the whole prompt, though its prefix may be cached: slower, to the same answer.
 
     Raises ValueError naming field, value and limit.
     """
@@ -66,6 +67,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    cache_prompt: bool = True
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -85,7 +87,7 @@ class SamplingParams:
         _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, low_excluded=True)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "cache_prompt"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_stop()

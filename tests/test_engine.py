@@ -294,3 +294,13 @@ def test_company_pool_and_chunks_change_nothing(
         alone = make_engine(512, enable_prefix_caching=False)
         alone.add_request("a", prompt, SamplingParams(**params))
         assert results[str(i)].outputs == run(alone, check=False)["a"].outputs
+
+
+def test_cache_prompt_false_computes_a_cached_prefix_again_to_the_same_tokens() -> None:
+    engine = make_engine(block_size=4)
+    prompt = list(range(4, 24))
+    first = generate(engine, prompt, max_tokens=4)
+    uncached = generate(engine, prompt, max_tokens=4, cache_prompt=False)
+    cached = generate(engine, prompt, max_tokens=4)
+    assert [first.num_cached_tokens, uncached.num_cached_tokens, cached.num_cached_tokens] == [0, 0, 16]
+    assert first.outputs[0].token_ids == uncached.outputs[0].token_ids == cached.outputs[0].token_ids

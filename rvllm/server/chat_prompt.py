@@ -1,0 +1,100 @@
+"""From the messages and tools of a request to token ids, by the model's chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rvllm.server.errors import bad_request, from_value_error, unsupported
+from rvllm.server.messages import Message, template_messages
+from rvllm.server.schemas import APIRequest, one_of
+from rvllm.server.served_model import ServedModel
+
+_RESERVED = frozenset(
+    {"tokenizer", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+)
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool,
+    one_of("'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"),
+]
+
+
+class ChatPrompt(APIRequest):
+    """The fields that the prompt is made of."""
+
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    async def encode(self, model: ServedModel) -> list[int]:
+        """Token ids. Raises APIError."""
+        continues = bool(self.continue_final_message)
+        kwargs = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+        if self.documents is not None:
+            kwargs["documents"] = self.documents
+        if self.tools and self.tool_choice != "none":
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        kwargs["add_generation_prompt"] = not continues if self.add_generation_prompt is None else (
+            self.add_generation_prompt
+        )  # fmt: skip
+        for name in _RESERVED & (self.chat_template_kwargs or {}).keys():
+            raise bad_request(f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
+        return await encode_chat(model, self.messages or [], continue_final_message=continues, **kwargs)
+
+
+async def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: Any) -> list[int]:
+    """arguments: of ChatTemplate.encode_chat(). Raises APIError."""
+    template = model.chat_template
+    plain = template_messages(messages)
+    if template is None:
+        raise bad_request("the model has no chat template: use /v1/completions, or start with --chat-template")
+    if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
+        raise unsupported("reasoning_effort", "the model's chat template has no such setting")
+    for message in plain:
+        model.check_length(message["content"])
+    try:
+        # Templates come with models and may loop for long, which others must not wait for.
+        return await asyncio.to_thread(template.encode_chat, model.tokenizer, plain, **arguments)
+    except ValueError as error:
+        raise from_value_error(error) from None

@@ -1,0 +1,74 @@
+"""What an answer must look like, from the fields of four APIs: at most one of them may say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rvllm.server.errors import bad_request, from_value_error, unsupported
+from rvllm.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from rvllm.server.schemas import SamplingFields
+
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
+
+
+def structured_output(body: SamplingFields) -> StructuredOutput | None:
+    """Of response_format, structured_outputs, grammar and json_schema. Raises APIError for more than one."""
+    wanted: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None:
+        wanted["response_format"] = format_arguments("response_format", body.response_format)
+    if body.structured_outputs is not None:
+        wanted["structured_outputs"] = _structured_outputs(body.structured_outputs)
+    if body.grammar is not None:
+        wanted["grammar"] = {"grammar": body.grammar} if body.grammar else {}
+    if body.json_schema is not None:
+        wanted["json_schema"] = {"json_schema": body.json_schema}
+    wanted = {name: arguments for name, arguments in wanted.items() if arguments}
+    if len(wanted) > 1:
+        raise bad_request(f"{' and '.join(wanted)} exclude each other", list(wanted)[1])
+    for name, arguments in wanted.items():
+        return make(name, arguments)
+    return None
+
+
+def make(field: str, arguments: Mapping[str, Any]) -> StructuredOutput:
+    try:
+        return StructuredOutput(**arguments)
+    except ValueError as error:
+        raise bad_request(f"{field}: {from_value_error(error).message}", field) from None
+
+
+def format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of StructuredOutput for OpenAI's response_format or text.format; none for plain text."""
+    kind = value.get("type")
+    if kind == "text":
+        return {}
+    if kind == "json_object":  # llama.cpp takes a schema here
+        return {"json_schema": value["schema"]} if value.get("schema") else {"json_object": True}
+    if kind == "json_schema":
+        inner = value.get("json_schema", value)
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if not isinstance(schema, (Mapping, bool)):
+            where = f"{field}.json_schema.schema" if "json_schema" in value else f"{field}.schema"
+            raise bad_request(f"{where} must be a JSON schema", where)
+        return {"json_schema": schema}
+    message = f"{field}.type must be 'text', 'json_object' or 'json_schema', got {str(kind)[:50]!r}"
+    raise bad_request(message, f"{field}.type")
+
+
+def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: item for name, item in value.items() if item is not None and item is not False}
+    for name in given:
+        if name not in _KINDS:
+            raise unsupported(f"structured_outputs.{name}", f"use one of {', '.join(_KINDS)}")
+    if len(given) > 1:
+        raise bad_request(f"structured_outputs: {' and '.join(given)} exclude each other", "structured_outputs")
+    for name, item in given.items():
+        if name == "choice":
+            if not isinstance(item, list):
+                raise bad_request("structured_outputs.choice must be a list of strings", "structured_outputs.choice")
+            item = tuple(item)
+        return {"json_schema" if name == "json" else name: item}
+    return {}

@@ -1,0 +1,69 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
+
+from rvllm.server.errors import bad_request, unsupported
+from rvllm.server.generation import api_error
+from rvllm.server.schemas import APIRequest, Prompts, body_schema, json_body, prompt_list
+from rvllm.server.served_model import ServedModel, get_model
+from rvllm.server.streaming import while_connected
+
+router = APIRouter()
+
+MAX_INPUTS = 2048  # OpenAI's
+
+
+class EmbeddingRequest(APIRequest):
+    UNSUPPORTED: ClassVar = {
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "normalize": (True,),
+        "priority": (0,),
+        "truncate_prompt_tokens": (),
+    }
+    NO_EFFECT: ClassVar = frozenset({"user", "request_id"})
+
+    input: Prompts
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+
+
+@router.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingRequest))
+async def create_embeddings(
+    request: Request,
+    body: Annotated[EmbeddingRequest, Depends(json_body(EmbeddingRequest))],
+    model: Annotated[ServedModel, Depends(get_model)],
+) -> JSONResponse:
+    """A vector of length 1 for each input."""
+    model.check_name(body.model)
+    prompts = prompt_list(body.input)
+    if not 1 <= len(prompts) <= MAX_INPUTS:
+        raise bad_request(f"input must hold 1 to {MAX_INPUTS} entries, got {len(prompts)}", "input")
+    for prompt in prompts:
+        model.check_length(prompt)
+    try:
+        embeddings = await while_connected(request, model.engine.embed(prompts))
+    except (ValueError, RuntimeError) as error:
+        raise api_error(error) from error
+    if body.dimensions is not None and body.dimensions != len(embeddings[0][0]):
+        raise unsupported("dimensions", f"the model's vectors have {len(embeddings[0][0])}")
+    encode = _base64 if body.encoding_format == "base64" else list
+    data = [
+        {"object": "embedding", "index": i, "embedding": encode(vector)} for i, (vector, _) in enumerate(embeddings)
+    ]
+    num_tokens = sum(count for _, count in embeddings)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+
+
+def _base64(vector: list[float]) -> Any:
+    """Little-endian float32, as OpenAI's own client asks for."""
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

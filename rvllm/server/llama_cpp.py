@@ -1,0 +1,228 @@
+"""POST /completion: llama.cpp's own API, with its field names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from rvllm.request import CompletionOutput, RequestOutput
+from rvllm.sampling_params import SamplingParams
+from rvllm.server.constraints import structured_output
+from rvllm.server.errors import APIError, bad_request
+from rvllm.server.generation import Generation, new_id
+from rvllm.server.logprobs import chat_logprobs
+from rvllm.server.schemas import SamplingFields, body_schema, json_body, one_of
+from rvllm.server.served_model import ServedModel, get_model
+from rvllm.server.streaming import EventStream, event, while_connected
+
+router = APIRouter()
+
+DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+BANNED = -100.0  # what a logit_bias of false means
+STOP_TYPES = {"length": "limit", "timeout": "limit", "abort": "none"}
+
+Mixed = list[str | int]
+LlamaPrompt = Annotated[
+    str | Mixed | list[str | Mixed], one_of("a string, a list of token ids and strings, or a list of such prompts")
+]
+LogitBias = Annotated[
+    dict[str, float | Literal[False]] | list[tuple[int | str, float | Literal[False]]] | None,
+    one_of("an object, or a list of pairs such as [15043, 1.0] or ['word', false]"),
+]
+
+
+class LlamaCompletionRequest(SamplingFields):
+    UNSUPPORTED: ClassVar = {
+        **SamplingFields.UNSUPPORTED,
+        "adaptive_target": (-1, -1.0),
+        "dynatemp_range": (0, 0.0),
+        "id_slot": (-1,),
+        "lora": ([],),
+        "post_sampling_probs": (False,),
+        "return_progress": (False,),
+        "samplers": (),
+        "sse_ping_interval": (),
+    }
+    NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT | {"dry_base", "dry_allowed_length", "dry_penalty_last_n"} | {
+        "dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "n_keep", "xtc_threshold",
+    }  # each only matters with another field, which is refused  # fmt: skip
+
+    prompt: LlamaPrompt
+    logit_bias: LogitBias = None  # type: ignore[assignment]
+    max_tokens: int | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: Literal[-1] | int | None = None
+    n_probs: int | None = None
+    n_cmpl: int | None = None
+    return_tokens: bool | None = None
+    t_max_predict_ms: int | None = None
+    response_fields: list[str] | None = None
+
+    def to_sampling_params(self, model: ServedModel) -> SamplingParams:
+        penalty = self.repeat_penalty if self.repeat_penalty is not None else self.repetition_penalty
+        if penalty not in (None, 1.0) and self.repeat_last_n not in (None, -1):
+            raise bad_request("repeat_last_n must be -1: penalties look at the whole context", "repeat_last_n")
+        defaults = {name: value for name, value in DEFAULTS.items() if getattr(self, name) is None}
+        limit = self.token_limit(-1, {"max_tokens": self.max_tokens})
+        return self.sampling_params(
+            max_tokens=1 if limit == 0 else limit,
+            logprobs=self.n_probs or None,
+            n=self.n_cmpl if self.n_cmpl is not None else self.n,
+            repetition_penalty=penalty,
+            logit_bias=self._logit_bias(model),
+            structured_output=structured_output(self),
+            **defaults,
+        )
+
+    @property
+    def hides_tokens(self) -> bool:
+        return self.token_limit(-1, {"max_tokens": self.max_tokens}) == 0
+
+    def _logit_bias(self, model: ServedModel) -> dict[int, float] | None:
+        pairs: Any = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
+        biases: dict[int, float] = {}
+        for key, value in pairs:
+            bias = BANNED if value is False else value
+            is_id = isinstance(key, int) or key.removeprefix("-").isdecimal()
+            for token_id in [int(key)] if is_id else model.tokenizer.encode(key, add_special_tokens=False):
+                biases[token_id] = bias
+        return biases or None
+
+    def prompts(self, model: ServedModel) -> list[str | list[int]]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if any(isinstance(part, int) for part in prompt):
+            return [_join(prompt, model)]
+        return [part if isinstance(part, str) else _join(part, model) for part in prompt]  # type: ignore[arg-type]
+
+
+def _join(parts: Any, model: ServedModel) -> list[int]:
+    """Ids of a prompt that mixes ids and texts; only the first text can begin with BOS."""
+    ids: list[int] = []
+    for part in parts:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            ids += model.tokenizer.encode(part, add_special_tokens=not ids, parse_special=True)
+    return ids
+
+
+@router.post("/completion", openapi_extra=body_schema(LlamaCompletionRequest))
+async def create_llama_completion(
+    request: Request,
+    body: Annotated[LlamaCompletionRequest, Depends(json_body(LlamaCompletionRequest))],
+    model: Annotated[ServedModel, Depends(get_model)],
+) -> Response:
+    """Goes on from a prompt; several prompts, or n_cmpl, give a list."""
+    model.check_name(body.model)
+    params = body.to_sampling_params(model)
+    if body.t_max_predict_ms is not None and body.t_max_predict_ms <= 0:
+        body.t_max_predict_ms = None  # llama.cpp's "no limit"
+    timeout = None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3
+    prompts = body.prompts(model)
+    generation = Generation(request, model, new_id("cmpl"), prompts, params, body.priority, timeout)
+    answer = LlamaAnswer(body, generation)
+    if body.stream:
+        await while_connected(request, generation.start())
+        return EventStream(answer.events(), generation.close)
+    results = await while_connected(request, generation.finish())
+    finals = [
+        answer.final(i, output, completion) for i, output in enumerate(results) for completion in output.outputs
+    ]
+    return JSONResponse(finals if len(finals) > 1 else finals[0])
+
+
+class LlamaAnswer:
+    def __init__(self, body: LlamaCompletionRequest, generation: Generation) -> None:
+        self.body = body
+        self.generation = generation
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for i, output in self.generation:
+                for completion in output.outputs:
+                    if completion.is_finished:
+                        yield event(self.final(i, output, completion))
+                    elif completion.text or completion.logprobs:
+                        yield event(self._part(i, output, completion))
+        except APIError as error:
+            yield event(error.body)
+
+    def _part(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        whole = self.generation.results[i].outputs[completion.index]
+        part = {
+            "index": i * self.generation.params.n + completion.index,
+            "content": completion.text,
+            "tokens": completion.token_ids if self.body.return_tokens else [],
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": len(whole.token_ids),
+            "tokens_evaluated": len(output.prompt_token_ids),
+            **self._probabilities(completion),
+        }
+        if self.body.timings_per_token:
+            part["timings"] = self.generation.timings()
+        return part
+
+    def final(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """The last object of a choice; its content is what completion holds, all of it or the rest."""
+        whole = self.generation.results[i].outputs[completion.index]
+        hides = self.body.hides_tokens
+        reason, stop = completion.finish_reason, completion.stop_reason
+        final = {
+            "index": i * self.generation.params.n + completion.index,
+            "content": "" if hides else completion.text,
+            "tokens": completion.token_ids if self.body.return_tokens and not hides else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self.generation.model.name,
+            "tokens_predicted": 0 if hides else len(whole.token_ids),
+            "tokens_evaluated": len(output.prompt_token_ids),
+            "generation_settings": self._settings(),
+            "prompt": self._prompt(output),
+            "stop_type": "limit" if hides else STOP_TYPES.get(reason or "", "word" if stop is not None else "eos"),
+            "stopping_word": stop if isinstance(stop, str) else "",
+            "tokens_cached": output.num_cached_tokens,
+            "truncated": False,
+            "timings": self.generation.timings(),
+            **({} if hides else self._probabilities(completion)),
+        }
+        if self.body.response_fields is None:
+            return final
+        return {name: final[name] for name in self.body.response_fields if name in final}
+
+    def _prompt(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self.generation.model.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _probabilities(self, completion: CompletionOutput) -> dict[str, Any]:
+        if completion.logprobs is None:
+            return {}
+        tokenizer = self.generation.model.tokenizer
+        entries = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, self.body.n_probs or 0)
+        for token_id, entry in zip(completion.token_ids, entries, strict=True):
+            entry["id"] = token_id
+        return {"completion_probabilities": entries}
+
+    def _settings(self) -> dict[str, Any]:
+        params = self.generation.params
+        return {
+            "n_predict": -1 if params.max_tokens is None else params.max_tokens,
+            "seed": params.seed,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repeat_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "ignore_eos": params.ignore_eos,
+            "n_probs": self.body.n_probs or 0,
+            "stop": list(params.stop_strings),
+            "stream": bool(self.body.stream),
+        }

@@ -1,0 +1,141 @@
+"""POST /v1/responses: OpenAI's newer API, without a store: each request brings all it needs."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
+
+from rvllm.sampling_params import SamplingParams
+from rvllm.server.chat_prompt import ChatPrompt
+from rvllm.server.constraints import format_arguments
+from rvllm.server.errors import bad_request, unsupported
+from rvllm.server.generation import Generation, new_id
+from rvllm.server.responses_input import chat_tool_choice, chat_tools, input_messages
+from rvllm.server.responses_output import ResponseOutput
+from rvllm.server.schemas import SamplingFields, body_schema, json_body, one_of
+from rvllm.server.served_model import ServedModel, get_model
+from rvllm.server.streaming import EventStream, while_connected
+
+router = APIRouter()
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextSettings(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: dict[str, Any] | None = None
+
+
+class ReasoningSettings(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    UNSUPPORTED: ClassVar = {
+        **SamplingFields.UNSUPPORTED,
+        "background": (False,),
+        "conversation": (),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "store": (False,),
+        "truncation": ("disabled",),
+        **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "logprobs"), ()),
+    }
+    NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT - {"metadata", "user"}
+
+    input: Annotated[str | list[dict[str, Any]], one_of("a string or a list of items")]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[str | dict[str, Any], one_of("a string or an object")] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+
+    def chat_prompt(self) -> ChatPrompt:
+        if self.reasoning is not None and self.reasoning.summary is not None:
+            raise unsupported("reasoning.summary", "reasoning is given as it is")
+        return ChatPrompt(
+            messages=input_messages(self.instructions, self.input),
+            tools=chat_tools(self.tools),
+            tool_choice=chat_tool_choice(self.tool_choice),
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+        )
+
+    def to_sampling_params(self) -> SamplingParams:
+        if self.n not in (None, 1):
+            raise unsupported("n", "a response has one output")
+        for name in self.include or ():
+            if name != LOGPROBS:
+                raise unsupported("include", f"{name[:80]!r} cannot be had; {LOGPROBS!r} can")
+        wants_logprobs = LOGPROBS in (self.include or ()) or self.top_logprobs is not None
+        limit = self.token_limit(None, {"max_output_tokens": self.max_output_tokens})
+        if limit == 0:
+            raise bad_request("max_output_tokens must be at least 1, got 0", "max_output_tokens")
+        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if wants_logprobs else None)
+
+    @property
+    def text_format(self) -> dict[str, Any]:
+        return {"type": "text"} if self.text is None or self.text.format is None else self.text.format
+
+
+@router.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+async def create_response(
+    request: Request,
+    body: Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))],
+    model: Annotated[ServedModel, Depends(get_model)],
+) -> Response:
+    """Answers input items with output items."""
+    model.check_name(body.model)
+    chat = body.chat_prompt()
+    params = body.to_sampling_params()
+    prompt = await chat.encode(model)
+    generation = Generation(request, model, new_id("resp"), [prompt], params, body.priority)
+    output = ResponseOutput(generation, _fields(body, generation, params), body.top_logprobs or 0)
+    if body.stream:
+        await while_connected(request, generation.start())
+        return EventStream(output.events(), generation.close)
+    await while_connected(request, generation.finish())
+    return JSONResponse(output.whole())
+
+
+def _fields(body: ResponsesRequest, generation: Generation, params: SamplingParams) -> dict[str, Any]:
+    """The part of a response object that repeats the request."""
+    reasoning = body.reasoning or ReasoningSettings()
+    return {
+        "id": generation.request_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": generation.model.name,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": body.text_format},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

@@ -1,0 +1,93 @@
+"""The input of /v1/responses as messages of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from rvllm.server.chat_prompt import NamedFunction, NamedTool, Tool, ToolChoice
+from rvllm.server.errors import APIError, bad_request, from_validation_error, unsupported
+from rvllm.server.messages import Message
+
+
+def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Raises APIError naming the item at fault."""
+    messages = [] if instructions is None else [Message(role="system", content=instructions)]
+    if isinstance(items, str):
+        return [*messages, Message(role="user", content=items)]
+    reasoning: str | None = None
+    for i, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning = _text(f"input.{i}", item)
+            continue
+        fields = _message_fields(f"input.{i}", kind, item)
+        if reasoning is not None and fields["role"] == "assistant":
+            fields["reasoning_content"] = reasoning
+        reasoning = None
+        message = _message(f"input.{i}", fields)
+        if message.tool_calls and messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
+            messages[-1].tool_calls.extend(message.tool_calls)  # calls of one turn
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(where: str, fields: Mapping[str, Any]) -> Message:
+    try:
+        return Message.model_validate(fields)
+    except ValidationError as error:
+        problem = from_validation_error(error, fields)
+        param = f"{where}.{problem.param}" if problem.param else where
+        raise APIError(400, f"{where}: {problem.message}", param) from None
+
+
+def _message_fields(where: str, kind: object, item: Mapping[str, Any]) -> dict[str, Any]:
+    if kind == "message":
+        return {"role": item.get("role"), "content": item.get("content")}
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
+    raise unsupported(f"{where}.type", f"items of type {str(kind)[:50]!r} cannot be read")
+
+
+def _text(where: str, item: Mapping[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list) or not all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise bad_request(f"{where}.content must be a list of parts with text", f"{where}.content")
+    return "\n".join(part["text"] for part in parts)
+
+
+def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
+    """The tools in the form of /v1/chat/completions. Raises APIError for one that is no function."""
+    if tools is None:
+        return None
+    converted = []
+    for i, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise unsupported(f"tools.{i}.type", f"{str(tool.get('type'))[:50]!r} is no function")
+        fields = {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        try:
+            converted.append(Tool.model_validate(fields))
+        except ValidationError as error:
+            problem = from_validation_error(error, fields)
+            param = f"tools.{i}.{(problem.param or '').removeprefix('function.')}"
+            raise APIError(400, problem.message, param) from None
+    return converted
+
+
+def chat_tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice | None:
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice  # type: ignore[return-value]
+    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+        return NamedTool(type="function", function=NamedFunction(name=choice["name"]))
+    raise bad_request(
+        "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice"
+    )
