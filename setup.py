@@ -18,6 +18,7 @@ CORE_SOURCES = [
     "csrc/model.cpp",
     "csrc/profiler.cpp",
     "csrc/quant.cpp",
+    "csrc/quant_iq.cpp",
     "csrc/sampler.cpp",
     "csrc/thread_pool.cpp",
     "csrc/cpu/arena.cpp",

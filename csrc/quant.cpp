@@ -2,43 +2,10 @@
 
 #include <cstring>
 
+#include "half.h"
+#include "quant_iq.h"
+
 namespace rvllm {
-
-float f16_to_f32(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-  uint32_t bits;
-  if (exponent == 31) {
-    bits = sign | 0x7f800000u | mantissa << 13;
-  } else if (exponent != 0) {
-    bits = sign | (exponent + 112) << 23 | mantissa << 13;
-  } else {
-    const float tiny = float(mantissa) * 0x1p-24f;  // subnormal: exact in float32
-    std::memcpy(&bits, &tiny, 4);
-    bits |= sign;
-  }
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-uint16_t f32_to_f16(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return sign | 0x7e00;                  // NaN
-  if (bits >= 0x47800000) return sign | 0x7c00;                 // 65536 and above
-  if (bits < 0x38800000) {                                      // subnormal f16: let the FPU round at 2^-24
-    float magnitude;
-    std::memcpy(&magnitude, &bits, 4);
-    const float shifted = magnitude + 0.5f;                     // ulp(0.5) = 2^-24
-    uint32_t rounded;
-    std::memcpy(&rounded, &shifted, 4);
-    return sign | uint16_t(rounded - 0x3f000000);
-  }
-  const uint32_t odd = bits >> 13 & 1;
-  return sign | uint16_t((bits - 0x38000000 + 0xfff + odd) >> 13);
-}
 
 namespace {
 
@@ -170,48 +137,95 @@ void decode_q6_k(const uint8_t* p, Codes& c) {
     }
 }
 
+void decode_tq1_0(const uint8_t* p, Codes& c) {
+  const auto& b = *reinterpret_cast<const BlockTQ1_0*>(p);
+  c.d = b.d;
+  uint8_t* q = c.q;
+  const auto digits = [&](const uint8_t* bytes, int count, int num_digits) {
+    for (int n = 0, power = 1; n < num_digits; ++n, power *= 3)
+      for (int i = 0; i < count; ++i) *q++ = uint8_t(uint8_t(bytes[i] * power) * 3 >> 8);
+  };
+  digits(b.qs, 32, 5);
+  digits(b.qs + 32, 16, 5);
+  digits(b.qh, 4, 4);
+}
+
+void decode_tq2_0(const uint8_t* p, Codes& c) {
+  const auto& b = *reinterpret_cast<const BlockTQ2_0*>(p);
+  c.d = b.d;
+  two_bits(b.qs, c.q);
+}
+
+void decode_iq4_nl(const uint8_t* p, Codes& c) {
+  const auto& b = *reinterpret_cast<const BlockIQ4_NL*>(p);
+  c.d = b.d;
+  nibbles(b.qs, c.q);
+}
+
+void decode_iq4_xs(const uint8_t* p, Codes& c) {
+  const auto& b = *reinterpret_cast<const BlockIQ4_XS*>(p);
+  c.d = b.d;
+  for (int j = 0; j < 8; ++j) {
+    c.scale[j] = int8_t(((b.scales_l[j / 2] >> 4 * (j % 2) & 15) | (b.scales_h >> 2 * j & 3) << 4) - 32);
+    nibbles(b.qs + 16 * j, c.q + 32 * j);
+  }
+}
+
+void decode_mxfp4(const uint8_t* p, Codes& c) {
+  const auto& b = *reinterpret_cast<const BlockMXFP4*>(p);
+  c.d = uint16_t(b.e < 2 ? 0x20 << b.e : (b.e - 1) << 7);  // the bits of 2^(e - 128) as bf16, which holds all of them
+  nibbles(b.qs, c.q);
+}
+
+constexpr Codebook kCodebookIQ4{{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 1.0f};
+constexpr Codebook kCodebookMXFP4{{0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, 1.0f};  // E2M1, in halves
+
+constexpr CodeFormat kNone{};
+
 constexpr TypeInfo kTypes[] = {
-    {GgmlType::F32, "F32", 1, 4, nullptr},
-    {GgmlType::F16, "F16", 1, 2, nullptr},
-    {GgmlType::BF16, "BF16", 1, 2, nullptr},
-    {GgmlType::Q4_0, "Q4_0", kBlock, sizeof(BlockQ4_0), decode_q4_0},
-    {GgmlType::Q4_1, "Q4_1", kBlock, sizeof(BlockQ4_1), decode_q4_1},
-    {GgmlType::Q5_0, "Q5_0", kBlock, sizeof(BlockQ5_0), decode_q5_0},
-    {GgmlType::Q5_1, "Q5_1", kBlock, sizeof(BlockQ5_1), decode_q5_1},
-    {GgmlType::Q8_0, "Q8_0", kBlock, sizeof(BlockQ8_0), decode_q8_0},
-    {GgmlType::Q2_K, "Q2_K", kSuper, sizeof(BlockQ2_K), decode_q2_k},
-    {GgmlType::Q3_K, "Q3_K", kSuper, sizeof(BlockQ3_K), decode_q3_k},
-    {GgmlType::Q4_K, "Q4_K", kSuper, sizeof(BlockQ4_K), decode_q4_k},
-    {GgmlType::Q5_K, "Q5_K", kSuper, sizeof(BlockQ5_K), decode_q5_k},
-    {GgmlType::Q6_K, "Q6_K", kSuper, sizeof(BlockQ6_K), decode_q6_k},
+    {GgmlType::F32, "F32", 1, 4, kNone, nullptr, nullptr},
+    {GgmlType::F16, "F16", 1, 2, kNone, nullptr, nullptr},
+    {GgmlType::BF16, "BF16", 1, 2, kNone, nullptr, nullptr},
+    {GgmlType::Q4_0, "Q4_0", kBlock, sizeof(BlockQ4_0), {4, 8, Scales::kD}, decode_q4_0, nullptr},
+    {GgmlType::Q4_1, "Q4_1", kBlock, sizeof(BlockQ4_1), {4, 0, Scales::kDM}, decode_q4_1, nullptr},
+    {GgmlType::Q5_0, "Q5_0", kBlock, sizeof(BlockQ5_0), {5, 16, Scales::kD}, decode_q5_0, nullptr},
+    {GgmlType::Q5_1, "Q5_1", kBlock, sizeof(BlockQ5_1), {5, 0, Scales::kDM}, decode_q5_1, nullptr},
+    {GgmlType::Q8_0, "Q8_0", kBlock, sizeof(BlockQ8_0), {8, 0, Scales::kD}, decode_q8_0, nullptr},
+    {GgmlType::Q2_K, "Q2_K", kSuper, sizeof(BlockQ2_K), {2, 0, Scales::kSuper16Min}, decode_q2_k, nullptr},
+    {GgmlType::Q3_K, "Q3_K", kSuper, sizeof(BlockQ3_K), {3, 4, Scales::kSuper16}, decode_q3_k, nullptr},
+    {GgmlType::Q4_K, "Q4_K", kSuper, sizeof(BlockQ4_K), {4, 0, Scales::kSuper}, decode_q4_k, nullptr},
+    {GgmlType::Q5_K, "Q5_K", kSuper, sizeof(BlockQ5_K), {5, 0, Scales::kSuper}, decode_q5_k, nullptr},
+    {GgmlType::Q6_K, "Q6_K", kSuper, sizeof(BlockQ6_K), {6, 32, Scales::kSuper16}, decode_q6_k, nullptr},
+    {GgmlType::TQ1_0, "TQ1_0", kSuper, sizeof(BlockTQ1_0), {2, 1, Scales::kD}, decode_tq1_0, nullptr},
+    {GgmlType::TQ2_0, "TQ2_0", kSuper, sizeof(BlockTQ2_0), {2, 1, Scales::kD}, decode_tq2_0, nullptr},
+    {GgmlType::IQ1_S, "IQ1_S", kSuper, sizeof(BlockIQ1_S), {3, kLookUp, Scales::kSuperD}, decode_iq1_s, &kCodebookIQ1},
+    {GgmlType::IQ1_M, "IQ1_M", kSuper, sizeof(BlockIQ1_M), {3, kLookUp, Scales::kSuper16}, decode_iq1_m, &kCodebookIQ1},
+    {GgmlType::IQ2_XXS, "IQ2_XXS", kSuper, sizeof(BlockIQ2_XXS), {3, kLookUp, Scales::kSuperD}, decode_iq2_xxs,
+     &kCodebookIQ2},
+    {GgmlType::IQ2_XS, "IQ2_XS", kSuper, sizeof(BlockIQ2_XS), {3, kLookUp, Scales::kSuper16}, decode_iq2_xs,
+     &kCodebookIQ2},
+    {GgmlType::IQ2_S, "IQ2_S", kSuper, sizeof(BlockIQ2_S), {3, kLookUp, Scales::kSuper16}, decode_iq2_s, &kCodebookIQ2},
+    {GgmlType::IQ3_XXS, "IQ3_XXS", kSuper, sizeof(BlockIQ3_XXS), {4, kLookUp, Scales::kSuperD}, decode_iq3_xxs,
+     &kCodebookIQ3_XXS},
+    {GgmlType::IQ3_S, "IQ3_S", kSuper, sizeof(BlockIQ3_S), {4, kLookUp, Scales::kSuperD}, decode_iq3_s,
+     &kCodebookIQ3_S},
+    {GgmlType::IQ4_NL, "IQ4_NL", kBlock, sizeof(BlockIQ4_NL), {4, kLookUp, Scales::kD}, decode_iq4_nl, &kCodebookIQ4},
+    {GgmlType::IQ4_XS, "IQ4_XS", kSuper, sizeof(BlockIQ4_XS), {4, kLookUp, Scales::kSuperD}, decode_iq4_xs,
+     &kCodebookIQ4},
+    {GgmlType::MXFP4, "MXFP4", kBlock, sizeof(BlockMXFP4), {4, kLookUp, Scales::kBF16D}, decode_mxfp4, &kCodebookMXFP4},
 };
 
-// w = (D * sub_scale) * (q - zero) + M for each weight of a decoded block.
-void codes_to_floats(GgmlType type, const Codes& c, float* w) {
-  const float d = f16_to_f32(c.d);
-  switch (type) {
-    case GgmlType::Q4_0:
-    case GgmlType::Q5_0:
-      for (int k = 0; k < kBlock; ++k) w[k] = d * float(c.q[k] - (type == GgmlType::Q4_0 ? 8 : 16));
-      return;
-    case GgmlType::Q8_0:
-      for (int k = 0; k < kBlock; ++k) w[k] = d * float(int8_t(c.q[k]));
-      return;
-    case GgmlType::Q4_1:
-    case GgmlType::Q5_1:
-      for (int k = 0; k < kBlock; ++k) w[k] = d * float(c.q[k]) + f16_to_f32(c.dmin);
-      return;
-    case GgmlType::Q3_K:
-    case GgmlType::Q6_K:
-      for (int k = 0; k < kSuper; ++k)
-        w[k] = d * float(c.scale[k / 16]) * float(c.q[k] - (type == GgmlType::Q3_K ? 4 : 32));
-      return;
-    default: {  // Q2_K, Q4_K, Q5_K
-      const int span = type == GgmlType::Q2_K ? 16 : 32;
-      const float dmin = f16_to_f32(c.dmin);
-      for (int k = 0; k < kSuper; ++k)
-        w[k] = d * float(c.scale[k / span]) * float(c.q[k]) - dmin * float(c.min[k / span]);
-    }
+// The weights of a decoded block.
+void codes_to_floats(const TypeInfo& type, const Codes& c, float* w) {
+  const CodeFormat f = type.format;
+  const float unit = type.codebook ? type.codebook->unit : 1.0f;
+  const float d = (f.scales == Scales::kBF16D ? bf16_to_f32(c.d) : f16_to_f32(c.d)) * unit;
+  const float m = f.has_min() ? f16_to_f32(c.dmin) : 0.0f;
+  const int span = f.is_halved() ? 16 : 32;
+  for (int k = 0; k < type.block_size; ++k) {
+    const int q = type.codebook ? type.codebook->values[c.q[k]] : f.bits == 8 ? int8_t(c.q[k]) : c.q[k] - f.zero;
+    w[k] = f.is_super() ? d * float(c.scale[k / span]) * float(q) : d * float(q);
+    if (f.has_min()) w[k] += f.is_super() ? -(m * float(c.min[k / span])) : m;
   }
 }
 
@@ -239,7 +253,7 @@ void dequantize_row(const TypeInfo& type, const uint8_t* src, float* dst, int64_
   Codes codes;
   for (int64_t k = 0; k < n; k += type.block_size, src += type.block_bytes) {
     type.decode(src, codes);
-    codes_to_floats(type.type, codes, dst + k);
+    codes_to_floats(type, codes, dst + k);
   }
 }
 

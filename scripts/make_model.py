@@ -61,10 +61,11 @@ SHAPES = {
 # Types of the matrices: most of them, and those that llama.cpp's mixtures keep more exact.
 MIXTURES = {"Q4_K_M": (GGMLType.Q4_K, GGMLType.Q6_K), "Q5_K_M": (GGMLType.Q5_K, GGMLType.Q6_K)}
 UNIFORM = ("F32", "F16", "BF16", *(kind.name for kind in BLOCK_FIELDS))
-# What takes the place of a type whose block of 256 does not divide K, as llama.cpp does where it can.
+# What takes the place of a type whose block of 256 does not divide K, as llama.cpp does.
 SMALL_BLOCKS = {
-    GGMLType.Q2_K: GGMLType.Q4_0,
-    GGMLType.Q3_K: GGMLType.Q4_0,
+    **{kind: GGMLType.IQ4_NL for kind in BLOCK_FIELDS if kind.name.startswith(("IQ", "Q2", "Q3"))},
+    GGMLType.TQ1_0: GGMLType.Q4_0,
+    GGMLType.TQ2_0: GGMLType.Q4_0,
     GGMLType.Q4_K: GGMLType.Q5_0,
     GGMLType.Q5_K: GGMLType.Q5_1,
     GGMLType.Q6_K: GGMLType.Q8_0,

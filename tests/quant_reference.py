@@ -11,14 +11,12 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
+from random_weights import BLOCK_FIELDS, write_d
 
 Array = NDArray[np.generic]
 
 FLOAT_TYPES = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
-CODE_TYPES = tuple(
-    GGMLType[name]
-    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-)
+CODE_TYPES = tuple(BLOCK_FIELDS)
 BLOCK = 32  # activations that share one scale
 TINY_AMAX = np.float32(1e-30)  # a block below it becomes zeros: 127 / amax must stay finite
 
@@ -111,7 +109,48 @@ def decode(weight: Array | bytes, ggml_type: int, n: int, k: int) -> Codes:
             scale = part(192, 16).view(np.int8).astype(np.int64)
             d = rows(np.repeat(half(208), 8, axis=1))
             return Codes(codes(low | high << 4, 32), d, rows(scale), None, ones)
-    raise ValueError(f"{kind.name} has no integer codes here")
+    return decode_looked_up(blocks, kind, n, k)
+
+
+# What D has beside d, for types whose codes are looked up or ternary; the sub-scales of some are for 16 weights.
+UNITS = {GGMLType.IQ1_S: 0.125, GGMLType.IQ1_M: 0.125, GGMLType.IQ3_XXS: 0.25}
+UNITS |= {GGMLType[name]: 0.125 for name in ("IQ2_XXS", "IQ2_XS", "IQ2_S")}
+
+
+def decode_looked_up(blocks: Array, kind: GGMLType, n: int, k: int) -> Codes:
+    """Codes of blocks [blocks, bytes]: gguf looks them up with d = 1, where they are exact, times their sub-scales."""
+    plain = blocks.copy()
+    write_d(kind, plain, np.ones(len(blocks)))
+    unit = UNITS.get(kind, 1.0)
+    q = gguf.quants.dequantize(plain, kind).reshape(len(blocks), -1, 32) / np.float32(unit)
+
+    def words(dtype: str, start: int, stop: int) -> Array:
+        return np.ascontiguousarray(blocks[:, start:stop]).view(dtype).astype(np.int64)
+
+    at = BLOCK_FIELDS[kind].d
+    d = np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+    scale = np.ones((len(blocks), q.shape[1]), np.int64)  # of 32 weights; those of 16 stay in q
+    match kind:
+        case GGMLType.MXFP4:
+            d = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+        case GGMLType.IQ1_M:
+            d = (words("<u2", 48, 56) >> 12 << np.arange(0, 16, 4)).sum(axis=1, keepdims=True)
+            d = d.astype("<u2").view("<f2").astype(np.float32)
+        case GGMLType.IQ1_S:
+            scale = 2 * (words("<u2", 34, 50) >> 12 & 7) + 1
+        case GGMLType.IQ2_XXS:
+            scale = 2 * (words("<u4", 2, 66)[:, 1::2] >> 28) + 1
+        case GGMLType.IQ3_XXS:
+            scale = 2 * (words("<u4", 66, 98) >> 28) + 1
+        case GGMLType.IQ3_S:
+            scale = 2 * (np.repeat(words("u1", 106, 110), 2, axis=1) >> np.tile([0, 4], 4) & 15) + 1
+        case GGMLType.IQ4_XS:
+            low = np.repeat(words("u1", 4, 8), 2, axis=1) >> np.tile([0, 4], 4) & 15
+            scale = (low | (words("<u2", 2, 4) >> np.arange(0, 16, 2) & 3) << 4) - 32
+    codes = np.divide(q, scale[:, :, None], out=np.zeros_like(q), where=scale[:, :, None] != 0)
+    ones = np.ones((n, k // 16), np.int64)
+    factors = d * np.float32(unit) * scale.astype(np.float32)
+    return Codes(codes.astype(np.int64).reshape(n, k), factors.reshape(n, -1), ones, None, ones)
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:

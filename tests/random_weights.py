@@ -11,7 +11,10 @@ from numpy.typing import NDArray
 
 
 class BlockFields(NamedTuple):
-    """Where a block keeps its float16 factors, and what its weights are when all other bits are random."""
+    """Where a block keeps its float16 factors, and what its weights are when all other bits are random.
+
+    IQ1_M and MXFP4 keep d in ways of their own: see write_d.
+    """
 
     d: int  # offset of d, bytes
     m: int | None  # offset of the minimum's factor, None if there is none
@@ -31,7 +34,36 @@ BLOCK_FIELDS = {
     GGMLType.Q4_K: BlockFields(0, 2, 7.5, 258.0),
     GGMLType.Q5_K: BlockFields(0, 2, 15.5, 525.0),
     GGMLType.Q6_K: BlockFields(208, None, 0.0, 1366.0),
+    GGMLType.TQ1_0: BlockFields(52, None, 0.0, 0.817),
+    GGMLType.TQ2_0: BlockFields(64, None, 0.0, 1.22),
+    GGMLType.IQ1_S: BlockFields(0, None, 0.0, 7.18),
+    GGMLType.IQ1_M: BlockFields(48, None, 0.0, 7.19),
+    GGMLType.IQ2_XXS: BlockFields(0, None, 0.0, 53.3),
+    GGMLType.IQ2_XS: BlockFields(0, None, 0.0, 56.2),
+    GGMLType.IQ2_S: BlockFields(0, None, 0.0, 56.4),
+    GGMLType.IQ3_XXS: BlockFields(0, None, 0.0, 142.0),
+    GGMLType.IQ3_S: BlockFields(0, None, 0.0, 140.0),
+    GGMLType.IQ4_NL: BlockFields(0, None, 0.0, 67.5),
+    GGMLType.IQ4_XS: BlockFields(0, None, 0.0, 1244.0),
+    GGMLType.MXFP4: BlockFields(0, None, 0.0, 5.84),
 }
+
+
+def write_d(kind: GGMLType, blocks: NDArray[np.uint8], d: NDArray[np.float64]) -> None:
+    """Set the scale d of each block; MXFP4 has powers of two: |d| is rounded up or down so that d^2 keeps its mean."""
+    if kind == GGMLType.MXFP4:
+        exponent, part = np.floor(np.log2(np.abs(d))), np.random.default_rng(len(d)).random(len(d))
+        up = part < (d**2 / 4**exponent - 1) / 3
+        blocks[:, 0] = exponent + up + 128
+        return
+    half = d.astype("<f2")
+    if kind == GGMLType.IQ1_M:  # four bits of d in the high ones of each 16 of scales
+        nibbles = half.view("<u2")[:, None] >> np.arange(0, 16, 4) & 15
+        scales = blocks[:, 48:56].copy().view("<u2")
+        blocks[:, 48:56] = (scales & 0xFFF | nibbles << 12).astype("<u2").view(np.uint8)
+        return
+    at = BLOCK_FIELDS[kind].d
+    blocks[:, at : at + 2] = half[:, None].view(np.uint8)
 
 
 def random_weights(
@@ -52,7 +84,7 @@ def random_weights(
     count = n * (k // block)
     blocks = rng.integers(0, 256, (count, size), np.uint8)
     d = rng.uniform(0.5, 1.5, count) * rng.choice([-1.0, 1.0], count) * spread / fields.spread
-    blocks[:, fields.d : fields.d + 2] = d.astype("<f2")[:, None].view(np.uint8)
+    write_d(kind, blocks, d)
     if fields.m is not None:
         blocks[:, fields.m : fields.m + 2] = (d * fields.m_per_d).astype("<f2")[:, None].view(np.uint8)
     return blocks.reshape(n, -1)

@@ -1,16 +1,20 @@
 """The whole transformer on tiny models: near the reference, and the same bits on every ISA, in any company."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import reference
+from gguf import GGML_QUANT_SIZES as BLOCK_SIZES
+from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
+from random_weights import BLOCK_FIELDS
 from tiny_gguf import write_tiny_model
 
 from rvllm import _core
 from rvllm.config import EngineConfig, ModelConfig
-from rvllm.gguf_file import GGUFError, GGUFFile
+from rvllm.gguf_file import GGML_TYPES, GGUFError, GGUFFile
 from rvllm.model_runner import ModelRunner
 
 ISAS = _core.available_isas()
@@ -51,9 +55,7 @@ def test_logits_equal_the_reference(tmp_path: Path, name: str) -> None:
     assert (out.argmax(1) == expected.argmax(1)).mean() > 0.95
 
 
-@pytest.mark.parametrize(
-    "quant", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-)
+@pytest.mark.parametrize("quant", ["F16", "BF16", *(kind.name for kind in BLOCK_FIELDS)])
 def test_every_type_runs_a_whole_model(tmp_path: Path, quant: str) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_model(path, quant=quant)
@@ -107,6 +109,29 @@ def test_missing_tensor_is_named(tmp_path: Path, tensor: str, message: str) -> N
     del gguf.tensors[tensor]
     with pytest.raises(GGUFError, match=message):
         ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig())
+
+
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "NVFP4", "Q1_0", "F64", "I8"])
+def test_type_without_kernels_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path)
+    gguf = GGUFFile(path)
+    type_id = next(i for i, t in GGML_TYPES.items() if t.name == kind)
+    name = "blk.0.ffn_up.weight"
+    gguf.tensors[name] = replace(gguf.tensors[name], type=GGML_TYPES[type_id], type_id=type_id)
+    with pytest.raises(
+        GGUFError, match=rf"blk\.0\.ffn_up\.weight: type {kind} \({type_id}\) is not supported"
+    ):
+        ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig(num_blocks=4))
+
+
+@pytest.mark.parametrize("quant", ["IQ4_NL", "MXFP4", "IQ4_XS", "TQ1_0", "IQ2_S"])
+def test_rows_of_half_a_block_are_refused(quant: str) -> None:
+    kind, cols = GGMLType[quant], BLOCK_SIZES[GGMLType[quant]][0] // 2
+    with pytest.raises(
+        ValueError, match=f"rows of {cols} weights are no whole number of {quant} blocks of {2 * cols}"
+    ):
+        _core.ops.linear(_core.CpuBackend(1), int(kind), 1, b"", np.zeros((1, cols), np.float32))
 
 
 def test_unused_tensor_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,13 +8,13 @@ import pytest
 import reference
 from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
-from random_weights import random_weights
+from random_weights import BLOCK_FIELDS, random_weights, write_d
 
 from rvllm import _core
 from rvllm._core import ops
 
 ISAS = _core.available_isas()
-QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+QUANTIZED = [kind.name for kind in BLOCK_FIELDS]
 TYPES = ["F32", "F16", "BF16", *QUANTIZED]
 
 Array = NDArray[np.float32]
@@ -59,12 +59,14 @@ def test_linear_on_blocks_made_to_hurt(backend: _core.CpuBackend, name: str) -> 
     kind, n, k = GGMLType[name], 32, 512
     weight = random_weights(kind, n, k, 0.05, np.random.default_rng(3))
     weight[1] = 0  # d = 0 and every code 0
-    block = gguf.GGML_QUANT_SIZES[kind][1]
-    codes = weight[2:4].reshape(2, -1, block)
-    scales = slice(0, 2) if name.startswith(("Q4", "Q5", "Q8")) else slice(block - 4, block)
-    kept = codes[:, :, scales].copy()
-    codes[0], codes[1] = 0x00, 0xFF  # all codes and sub-scales at either end
-    codes[:, :, scales] = kept
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    fields = BLOCK_FIELDS[kind]
+    for row, byte in ((2, 0x00), (3, 0xFF)):  # all codes and sub-scales at either end
+        weight[row] = byte
+        blocks = weight[row].reshape(-1, size)
+        write_d(kind, blocks, np.linspace(-0.05, 0.05, k // block))
+        if fields.m is not None:
+            blocks[:, fields.m : fields.m + 2] = np.array([0.1], "<f2").view(np.uint8)
     x = hostile_activations(k)
     with np.errstate(all="ignore"):
         expected = reference.linear_int8(weight.tobytes(), kind, n, k, x)

@@ -4,11 +4,11 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as GGMLType
-from random_weights import random_weights
+from random_weights import BLOCK_FIELDS, random_weights
 
 from rvllm import _core
 
-QUANTIZED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+QUANTIZED = [kind.name for kind in BLOCK_FIELDS]
 TYPES = ["F32", "F16", "BF16", *QUANTIZED]
 
 
@@ -24,6 +24,7 @@ def test_decoding_equals_gguf(name: str) -> None:
 def test_decoding_of_any_bits_equals_gguf(name: str) -> None:
     kind = GGMLType[name]
     _, size = gguf.GGML_QUANT_SIZES[kind]
+    # So many blocks that each of the up to 2048 points of a grid comes up: 64,000 are drawn.
     data = np.random.default_rng(1).integers(0, 256, (2000, size), np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(data, kind).ravel()

@@ -20,6 +20,7 @@ class CpuWeight final : public Weight {
  public:
   struct Part {
     PackedType type;
+    const Codebook* codebook;
     int64_t rows, first_row, tile_bytes;
     uint8_t* data;  // in the backend's arena
     int tiles() const { return int((rows + kTileCols - 1) / kTileCols); }
@@ -116,7 +117,8 @@ std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& t
   for (const HostTensor& t : tensors) {
     const TypeInfo& type = checked_type(t);
     CpuWeight::Part part;
-    part.type = packed_type(type.type);
+    part.type = packed_type(type);
+    part.codebook = type.codebook;
     part.rows = t.rows;
     part.first_row = weight->rows;
     part.tile_bytes = packed_tile_bytes(part.type, t.cols);
@@ -174,7 +176,8 @@ void CpuBackend::embedding(Tensor out, const Weight& table, float scale) {
   const auto& part = static_cast<const CpuWeight&>(table).parts.front();
   for_rows(out.rows, [&](int64_t t, int) {
     const int32_t id = batch_->input_ids[t];
-    unpack_row(part.type, part.data + id / kTileCols * part.tile_bytes, id % kTileCols, out.cols, out.row(t));
+    const uint8_t* tile = part.data + id / kTileCols * part.tile_bytes;
+    kernels_.unpack_row[int(part.type)]({tile, id % kTileCols, int(out.cols), part.codebook}, out.row(t));
     if (scale != 1.0f) kernels_.scale(out.row(t), scale, int(out.cols));
   });
 }
@@ -216,6 +219,7 @@ void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   for (const CpuWeight::Part& part : w.parts) {
     args.weight = part.data;
     args.tile_bytes = part.tile_bytes;
+    args.codebook = part.codebook;
     args.n = int(part.rows);
     args.bias = w.bias.empty() ? nullptr : w.bias.data() + part.first_row;
     args.out = out.data + part.first_row;

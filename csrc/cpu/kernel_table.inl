@@ -1,21 +1,32 @@
 // The table of the kernels above. Included inside an anonymous namespace, last.
 
-template <PackedType Type>
+template <int Type>
 constexpr auto linear_kernel() {
-  if constexpr (Type <= PackedType::BF16)
-    return &linear_float<int(Type)>;
+  if constexpr (Type < int(PackedType::kFirstQuantized))
+    return &linear_float<Type>;
   else
-    return &linear_quantized<int(Type)>;
+    return &linear_quantized<Type>;
 }
 
-constexpr Kernels make_table(const char* name) {
+template <int... Types>
+struct TypeList {};
+
+template <int N, int... Types>
+constexpr auto types_below() {
+  if constexpr (N == 0)
+    return TypeList<Types...>{};
+  else
+    return types_below<N - 1, N - 1, Types...>();
+}
+
+template <int... Types>
+constexpr Kernels make_table(const char* name, TypeList<Types...>) {
   return {
       name,
-      {linear_kernel<PackedType::F32>(), linear_kernel<PackedType::F16>(), linear_kernel<PackedType::BF16>(),
-       linear_kernel<PackedType::Q4_0>(), linear_kernel<PackedType::Q4_1>(), linear_kernel<PackedType::Q5_0>(),
-       linear_kernel<PackedType::Q5_1>(), linear_kernel<PackedType::Q8_0>(), linear_kernel<PackedType::Q2_K>(),
-       linear_kernel<PackedType::Q3_K>(), linear_kernel<PackedType::Q4_K>(), linear_kernel<PackedType::Q5_K>(),
-       linear_kernel<PackedType::Q6_K>()},
+      {linear_kernel<Types>()...},
+      {&unpack_row<Types>...},
       &quantize_rows, &rms_norm, &rope, &gated_activation, &add_to, &scale_by, &store_kv, &attend_partition, &merge_partition,
   };
 }
+
+constexpr Kernels make_table(const char* name) { return make_table(name, types_below<kNumPackedTypes>()); }

@@ -23,6 +23,7 @@ struct QuantizedRows {
 struct LinearArgs {
   const uint8_t* weight;  // packed tiles
   int64_t tile_bytes;     // from one tile to the next
+  const Codebook* codebook;  // read by formats that have one
   int k;                  // K, columns of the weight
   int n;                  // N, its rows; the last tile may hold fewer than 16
   int rows;               // T
@@ -32,6 +33,13 @@ struct LinearArgs {
   const float* bias;      // [N] or null
   float* out;             // [T, N], row stride out_stride
   int64_t out_stride;
+};
+
+struct UnpackRowArgs {
+  const uint8_t* tile;
+  int column;                // of the tile
+  int k;
+  const Codebook* codebook;
 };
 
 constexpr int kPartition = 256;   // positions of context worked on at a time; partitions are merged in ascending order
@@ -69,6 +77,9 @@ struct Kernels {
 
   // out[:, tile columns] = x W^T + bias for the tiles [begin, end).
   void (*linear[kNumPackedTypes])(const LinearArgs& args, int begin, int end);
+
+  // One row of a weight as floats [K].
+  void (*unpack_row[kNumPackedTypes])(const UnpackRowArgs& args, float* out);
 
   // Row t of x ([T, K], stride x_stride) to int8 blocks, for t in [begin, end).
   void (*quantize_rows)(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end);

@@ -33,25 +33,32 @@ inline void unpack_codes(int bits, const uint8_t* p, uint8_t* out) {
 
 // Unpacks `blocks` blocks of one tile from `p`, the start of a chunk: a super-block, or as many blocks as fit.
 template <int Type>
-void unpack(const uint8_t* p, int blocks, UnpackedChunk& u) {
+void unpack(const uint8_t* p, int blocks, const Codebook* codebook, UnpackedChunk& u) {
   constexpr PackedFormat f = kFormats[Type];
   const uint16_t* header = (const uint16_t*)p;
   float d[kTileCols], dmin[kTileCols];
+  uint8_t values[16];
+  if (f.has_codebook())
+    for (int i = 0; i < 16; ++i) values[i] = uint8_t(codebook->values[i] + kByteOffset);
   if (f.is_super()) {
-    store(d, load_f16(header));
+    store(d, f.has_codebook() ? mul(load_f16(header), set1(codebook->unit)) : load_f16(header));
     if (f.has_min()) store(dmin, load_f16(header + kTileCols));
     p += f.header_bytes();
   }
   for (int b = 0; b < blocks; ++b, p += f.block_bytes()) {
     unpack_codes(f.bits, p, u.codes[b]);
+    if (f.has_codebook())
+      for (int g = 0; g < kGroups; ++g) look_up(values, u.codes[b] + 64 * g);
     const uint8_t* s = p + f.code_bytes();
     if (!f.is_super()) {
-      store(u.d[b], load_f16((const uint16_t*)s));
+      store(u.d[b], f.scales == Scales::kBF16D ? load_bf16((const uint16_t*)s) : load_f16((const uint16_t*)s));
       if (f.has_min()) store(u.m[b], load_f16((const uint16_t*)s + kTileCols));
       continue;
     }
     for (int c = 0; c < kTileCols; ++c) {
-      if (f.scales == Scales::kSuper) {
+      if (f.scales == Scales::kSuperD) {
+        u.d[b][c] = d[c] * float(int8_t(s[c]));
+      } else if (f.scales == Scales::kSuper) {
         u.d[b][c] = d[c] * float(s[c]);
         u.m[b][c] = -(dmin[c] * float(s[kTileCols + c]));
       } else if (f.scales == Scales::kSuper16) {
@@ -74,7 +81,8 @@ void unpack(const uint8_t* p, int blocks, UnpackedChunk& u) {
 template <int Type, int R>
 void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, float* sums) {
   constexpr PackedFormat f = kFormats[Type];
-  constexpr int kZero = f.bits == 8 ? kByteOffset : f.zero;
+  constexpr int kZero = f.is_signed() ? kByteOffset : f.zero;
+  constexpr int kBits = f.is_signed() ? 8 : f.bits;
   const int64_t row_blocks = args.k / 32;
   const QuantizedRows& x = args.xq;
   Vec sum[R];
@@ -86,7 +94,7 @@ void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& a
     const Vec d = load(u.d[b]);
     if constexpr (!f.is_halved()) {
       IVec dot[R];
-      dot_rows<f.bits, kGroups, R>(u.codes[b], a, args.k, dot);
+      dot_rows<kBits, kGroups, R>(u.codes[b], a, args.k, dot);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const int64_t i = at + r * row_blocks;
@@ -96,8 +104,8 @@ void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& a
       }
     } else {
       IVec low[R], high[R];
-      dot_rows<f.bits, kGroups / 2, R>(u.codes[b], a, args.k, low);
-      dot_rows<f.bits, kGroups / 2, R>(u.codes[b] + kTileCodes / 2, a + 16, args.k, high);
+      dot_rows<kBits, kGroups / 2, R>(u.codes[b], a, args.k, low);
+      dot_rows<kBits, kGroups / 2, R>(u.codes[b] + kTileCodes / 2, a + 16, args.k, high);
       const IVec scale0 = iload(u.scale[b][0]), scale1 = iload(u.scale[b][1]);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -146,7 +154,7 @@ void linear_quantized(const LinearArgs& args, int begin, int end) {
       const uint8_t* p = args.weight + tile * args.tile_bytes;
       for (int first = 0; first < row_blocks; first += kMaxChunk) {
         const int blocks = row_blocks - first < kMaxChunk ? row_blocks - first : kMaxChunk;
-        unpack<Type>(p, blocks, chunk);
+        unpack<Type>(p, blocks, args.codebook, chunk);
         p += f.is_super() ? f.chunk_bytes() : kMaxChunk * f.chunk_bytes();
         int r = 0;
         for (; r + kRows <= rows; r += kRows)
@@ -190,6 +198,34 @@ void linear_float(const LinearArgs& args, int begin, int end) {
     int r = 0;
     for (; r + 4 <= args.rows; r += 4) multiply_float<Type, 4>(args, p, tile, r);
     for (; r < args.rows; ++r) multiply_float<Type, 1>(args, p, tile, r);
+  }
+}
+
+// Each weight is rounded as in dequantizing the file's row.
+template <int Type>
+void unpack_row(const UnpackRowArgs& args, float* out) {
+  constexpr PackedFormat f = kFormats[Type];
+  alignas(64) UnpackedChunk u;
+  const uint8_t* p = args.tile;
+  for (int k = 0; k < args.k;) {
+    if (Type < int(PackedType::kFirstQuantized)) {
+      store(u.d[0], load_weights<Type>(p, k));
+      out[k++] = u.d[0][args.column];
+      continue;
+    }
+    const int left = (args.k - k) / 32, blocks = left < kMaxChunk ? left : kMaxChunk;
+    unpack<Type>(p, blocks, args.codebook, u);
+    p += f.is_super() ? f.chunk_bytes() : blocks * f.chunk_bytes();
+    for (int b = 0; b < blocks; ++b)
+      for (int i = 0; i < 32; ++i, ++k) {
+        const uint8_t code = u.codes[b][64 * (i / 4) + 4 * args.column + i % 4];
+        const float q = float(f.is_signed() ? int(int8_t(code - kByteOffset)) : int(code) - f.zero);
+        const float d = u.d[b][args.column];
+        out[k] = f.is_halved() ? d * float(u.scale[b][i / 16][args.column]) * q : d * q;
+        if (!f.has_min()) continue;
+        const float m = u.m[b][args.column];
+        out[k] += f.is_halved() ? m * float(u.min[b][i / 16][args.column]) : m;
+      }
   }
 }
 

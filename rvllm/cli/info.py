@@ -80,6 +80,7 @@ def _tensors_by_type(gguf: GGUFFile) -> dict[str, dict[str, int]]:
 
 def _memory(gguf: GGUFFile) -> dict[str, Any]:
     """Bytes of weights and KV cache; the reason instead, where rvllm cannot run the model."""
+    from rvllm import _core
     from rvllm.config import ModelConfig
 
     weights = {"weights": sum(tensor.data.nbytes for tensor in gguf.tensors.values())}
@@ -87,6 +88,9 @@ def _memory(gguf: GGUFFile) -> dict[str, Any]:
         config = ModelConfig.from_gguf(gguf)
     except ValueError as error:
         return {**weights, "error": one_line(error)}
+    for tensor in gguf.tensors.values():
+        if not _core.supports_type(tensor.type_id):
+            return {**weights, "error": f"{tensor.name}: type {tensor.type.name} is not supported"}
     kv_per_token = 2 * KV_ELEMENT_SIZE * config.num_layers * config.num_kv_heads * config.head_dim
     return {
         **weights,

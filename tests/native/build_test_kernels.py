@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [
     "tests/native/test_kernels.cpp",
     "csrc/quant.cpp",
+    "csrc/quant_iq.cpp",
     "csrc/cpu/cpu_features.cpp",
     "csrc/cpu/repack.cpp",
     "csrc/cpu/isa/scalar.cpp",

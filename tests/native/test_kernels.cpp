@@ -186,7 +186,10 @@ constexpr WeightType kWeightTypes[] = {
     {GgmlType::F32, {-1, -1}}, {GgmlType::F16, {0, -1}},    {GgmlType::BF16, {-1, -1}}, {GgmlType::Q4_0, {0, -1}},
     {GgmlType::Q4_1, {0, 2}},  {GgmlType::Q5_0, {0, -1}},   {GgmlType::Q5_1, {0, 2}},   {GgmlType::Q8_0, {0, -1}},
     {GgmlType::Q2_K, {80, 82}}, {GgmlType::Q3_K, {108, -1}}, {GgmlType::Q4_K, {0, 2}},   {GgmlType::Q5_K, {0, 2}},
-    {GgmlType::Q6_K, {208, -1}},
+    {GgmlType::Q6_K, {208, -1}},  {GgmlType::TQ1_0, {52, -1}},  {GgmlType::TQ2_0, {64, -1}}, {GgmlType::IQ1_S, {0, -1}},
+    {GgmlType::IQ1_M, {-1, -1}},  {GgmlType::IQ2_XXS, {0, -1}}, {GgmlType::IQ2_XS, {0, -1}}, {GgmlType::IQ2_S, {0, -1}},
+    {GgmlType::IQ3_XXS, {0, -1}}, {GgmlType::IQ3_S, {0, -1}},   {GgmlType::IQ4_NL, {0, -1}}, {GgmlType::IQ4_XS, {0, -1}},
+    {GgmlType::MXFP4, {-1, -1}},
 };
 
 // Rows of n * k weights as a file has them: the first have all bits of their codes set, none, or the sign alone.
@@ -214,7 +217,7 @@ std::vector<uint8_t> file_rows(const WeightType& w, const TypeInfo& info, int n,
 }
 
 std::vector<uint8_t> packed(const TypeInfo& info, const std::vector<uint8_t>& rows, int n, int k) {
-  const int64_t tile_bytes = packed_tile_bytes(packed_type(info.type), k);
+  const int64_t tile_bytes = packed_tile_bytes(packed_type(info), k);
   const int tiles = (n + kTileCols - 1) / kTileCols;
   std::vector<uint8_t> out(size_t(tiles * tile_bytes));
   for (int t = 0; t < tiles; ++t) repack_tile(info, rows.data(), n, k, t, out.data() + t * tile_bytes);
@@ -224,10 +227,20 @@ std::vector<uint8_t> packed(const TypeInfo& info, const std::vector<uint8_t>& ro
 void test_linear() {
   for (const WeightType& w : kWeightTypes) {
     const TypeInfo& info = *find_type(uint32_t(w.type));
+    const PackedType type = packed_type(info);
     const int ks[3][3] = {{1, 33, 200}, {32, 288, 544}, {256, 512, 768}};
     for (int k : ks[info.block_size == 1 ? 0 : info.block_size == kBlock ? 1 : 2])
       for (int n : {1, 16, 35}) {
         const auto weight = packed(info, file_rows(w, info, n, k, uint64_t(n + k)), n, k);
+        compare(std::string("unpack_row ") + info.name + named(" k, n", k, n), [&](const Kernels& table) {
+          Bits bits;
+          for (int column = 0; column < kTileCols; ++column) {
+            auto out = output(k);
+            table.unpack_row[int(type)]({weight.data(), column, k, info.codebook}, out.data());
+            bits.add(out);
+          }
+          return bits;
+        });
         const auto x = activations(65, k, 3);
         const auto bias = normals(n, 4);
         Quantized quantized(65, k);
@@ -237,7 +250,8 @@ void test_linear() {
             auto out = output(rows * (n + 3));
             LinearArgs args{};
             args.weight = weight.data();
-            args.tile_bytes = packed_tile_bytes(packed_type(w.type), k);
+            args.tile_bytes = packed_tile_bytes(type, k);
+            args.codebook = info.codebook;
             args.k = k;
             args.n = n;
             args.rows = rows;
@@ -247,7 +261,7 @@ void test_linear() {
             args.bias = rows % 2 ? bias.data() : nullptr;
             args.out = out.data();
             args.out_stride = n + 3;
-            const auto linear = table.linear[int(packed_type(w.type))];
+            const auto linear = table.linear[int(type)];
             linear(args, 0, 1);
             linear(args, 1, (n + kTileCols - 1) / kTileCols);
             Bits bits;

@@ -1,5 +1,6 @@
 // Plain loops: the specification of every other table.
 #include "cpu/kernels.h"
+#include "half.h"
 
 namespace rvllm {
 namespace {

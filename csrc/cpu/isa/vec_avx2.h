@@ -99,6 +99,14 @@ inline __m256i broadcast4(const int8_t* a) {
   return _mm256_set1_epi32(four);
 }
 
+inline void look_up(const uint8_t* table, uint8_t* codes) {
+  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  for (int i = 0; i < 64; i += 32) {
+    __m256i* p = (__m256i*)(codes + i);
+    _mm256_storeu_si256(p, _mm256_shuffle_epi8(values, _mm256_loadu_si256(p)));
+  }
+}
+
 // Unsigned codes times signed activations: maddubs adds pairs in 16 bits, which hold the sums of `kWiden` groups
 // (2 x 127 x largest code each) before they must be widened to 32.
 template <int Bits, int Groups, int R>

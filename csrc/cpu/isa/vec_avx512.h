@@ -73,6 +73,11 @@ inline __m512i broadcast4(const int8_t* a) {
   return _mm512_set1_epi32(four);
 }
 
+inline void look_up(const uint8_t* table, uint8_t* codes) {
+  const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  _mm512_storeu_si512(codes, _mm512_shuffle_epi8(values, _mm512_loadu_si512(codes)));
+}
+
 template <int Bits, int Groups, int R>
 inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
   constexpr int kChains = R >= 4 ? 1 : 4 / R;  // independent sums, to hide the latency of vpdpbusd when rows are few

@@ -84,6 +84,11 @@ inline IVec isub(IVec a, IVec b) { return iquarters([=](int i) { return vsubq_s3
 inline IVec imul(IVec a, IVec b) { return iquarters([=](int i) { return vmulq_s32(a.v[i], b.v[i]); }); }
 inline Vec to_float(IVec a) { return quarters([=](int i) { return vcvtq_f32_s32(a.v[i]); }); }
 
+inline void look_up(const uint8_t* table, uint8_t* codes) {
+  const uint8x16_t values = vld1q_u8(table);
+  for (int i = 0; i < 64; i += 16) vst1q_u8(codes + i, vqtbl1q_u8(values, vld1q_u8(codes + i)));
+}
+
 // One group of 4 k for R rows, whose activations are lane Lane of x.
 template <int Lane, int R>
 inline void dot_group(const uint8_t* codes, const int8x16_t* x, IVec* out) {

@@ -36,46 +36,15 @@ inline Vec pow2(Vec n) {
   return out;
 }
 
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-  uint32_t bits = sign | (exponent + 112) << 23 | mantissa << 13;
-  if (exponent == 31) bits = sign | 0x7f800000u | mantissa << 13;
-  float f;
-  __builtin_memcpy(&f, &bits, 4);
-  if (exponent == 0) f = (sign ? -1.0f : 1.0f) * (float(mantissa) * 0x1p-24f);
-  return f;
-}
-
-inline uint16_t float_to_half(float f) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &f, 4);
-  const uint16_t sign = uint16_t(bits >> 16 & 0x8000);
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return uint16_t(sign | 0x7e00 | (bits >> 13 & 0x3ff));
-  if (bits >= 0x47800000) return sign | 0x7c00;
-  if (bits < 0x38800000) {  // subnormal f16: adding 0.5, whose ulp is 2^-24, rounds
-    float magnitude;
-    __builtin_memcpy(&magnitude, &bits, 4);
-    const float shifted = magnitude + 0.5f;
-    uint32_t rounded;
-    __builtin_memcpy(&rounded, &shifted, 4);
-    return sign | uint16_t(rounded - 0x3f000000);
-  }
-  return sign | uint16_t((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
-}
-
 inline Vec load_f16(const uint16_t* p) {
   Vec out;
-  for (int i = 0; i < 16; ++i) out.v[i] = half_to_float(p[i]);
+  for (int i = 0; i < 16; ++i) out.v[i] = f16_to_f32(p[i]);
   return out;
 }
 
 inline Vec load_bf16(const uint16_t* p) {
   Vec out;
-  for (int i = 0; i < 16; ++i) {
-    const uint32_t bits = uint32_t(p[i]) << 16;
-    __builtin_memcpy(&out.v[i], &bits, 4);
-  }
+  for (int i = 0; i < 16; ++i) out.v[i] = bf16_to_f32(p[i]);
   return out;
 }
 
@@ -84,7 +53,7 @@ inline void store(float* p, Vec a) {
 }
 
 inline void store_f16(uint16_t* p, Vec a) {
-  for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i]);
+  for (int i = 0; i < 16; ++i) p[i] = f32_to_f16(a.v[i]);
 }
 
 // Whole numbers in [-128, 127].
@@ -135,6 +104,11 @@ inline Vec to_float(IVec a) {
   Vec out;
   for (int i = 0; i < 16; ++i) out.v[i] = float(a.v[i]);
   return out;
+}
+
+// codes[i] = table[codes[i]] for 64 codes below 16.
+inline void look_up(const uint8_t* table, uint8_t* codes) {
+  for (int i = 0; i < 64; ++i) codes[i] = table[codes[i]];
 }
 
 // out[r].lane c = sum over the groups of 4 k: codes[group][c][i] * a[r * stride + 4 * group + i].
