@@ -10,10 +10,16 @@ if TYPE_CHECKING:
     from rvllm.llm import LLM
     from rvllm.request import RequestOutput
     from rvllm.sampling_params import SamplingParams
+    from rvllm.structured_output import StructuredOutput
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutput", "__version__"]
 
-_MODULES = {"LLM": "rvllm.llm", "RequestOutput": "rvllm.request", "SamplingParams": "rvllm.sampling_params"}
+_MODULES = {
+    "LLM": "rvllm.llm",
+    "RequestOutput": "rvllm.request",
+    "SamplingParams": "rvllm.sampling_params",
+    "StructuredOutput": "rvllm.structured_output",
+}
 
 
 def __getattr__(name: str) -> object:

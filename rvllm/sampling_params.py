@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from rvllm.structured_output import StructuredOutput
+
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow logits / temperature in float32
 MAX_N = 1024
 MAX_SEED = 2**64 - 1
@@ -45,6 +47,8 @@ class SamplingParams:
     logprobs: None for none, else how many alternatives beside the sampled token. Always natural logarithms
         of the model's own distribution, before temperature, penalties and bias.
     cache_prompt: False computes the whole prompt, though its prefix may be cached: slower, to the same answer.
+    structured_output: what the answer must be; where it is complete the request ends with "stop", whatever
+        min_tokens and ignore_eos say.
 
     Raises ValueError naming field, value and limit.
     """
@@ -68,6 +72,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     cache_prompt: bool = True
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -90,6 +95,10 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "cache_prompt"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
+            raise ValueError(
+                f"structured_output must be a StructuredOutput, got {self.structured_output!r:.100}"
+            )
         self._check_stop()
         self._check_token_ids()
 

@@ -75,7 +75,9 @@ class Server:
         try:
             source = None if args.chat_template is None else read_text(args.chat_template)
             llm = load_llm(args, args.seed)
-            template = llm.chat_template if source is None else ChatTemplate.from_source(source, llm.tokenizer)
+            template = (
+                llm.chat_template if source is None else ChatTemplate.from_source(source, llm.tokenizer)
+            )
             with user_errors():
                 engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
         except CommandError as error:

@@ -1,0 +1,87 @@
+"""tool_choice: when a model must call a tool, the calls that it can write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rvllm.structured_output import StructuredOutput
+
+MAX_TOOLS = 128
+MAX_PARALLEL_CALLS = 8  # of forced ones: a small model might go on for ever
+
+Tool = Mapping[str, Any]
+
+
+def tool_names(tools: Sequence[Tool]) -> list[str]:
+    """Names of {"type": "function", "function": {"name", "description", "parameters"}} tools. Raises ValueError."""
+    if len(tools) > MAX_TOOLS:
+        raise ValueError(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed")
+    names: list[str] = []
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+            raise ValueError(f"tools.{i} must be of type 'function' and have a 'function'")
+        name = function.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"tools.{i}.function.name must be a text that is not empty, got {name!r}")
+        if name in names:
+            raise ValueError(f"tools.{i}.function.name: {name!r} is there twice")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise ValueError(f"tools.{i}.function.parameters must be a JSON schema")
+        names.append(name)
+    return names
+
+
+def forced_calls(
+    tools: Sequence[Tool], name: str | None = None, parallel: bool = True, after: str | None = None
+) -> StructuredOutput:
+    """What an answer must be when a tool has to be called: the one named, or any.
+
+    It is plain JSON (tool_parser.JSON), whatever form the model was taught: {"name", "arguments"}, or, when any may be
+    called and parallel, a list of 1 to 8 of them. after: as in StructuredOutput. Raises ValueError, also when there is
+    no such tool.
+    """
+    names = tool_names(tools)
+    if not names:
+        raise ValueError("tool_choice needs tools")
+    if name is not None and name not in names:
+        raise ValueError(f"tool_choice: there is no tool {name!r}")
+    calls, definitions = [], {}
+    for i, (tool, tool_name) in enumerate(zip(tools, names, strict=True)):
+        if name not in (None, tool_name):
+            continue
+        # The parameters' own references count from their own root.
+        definitions[str(i)] = _moved(_parameters(tool), f"#/$defs/{i}")
+        properties = {"name": {"const": tool_name}, "arguments": {"$ref": f"#/$defs/{i}"}}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if name is None and parallel:
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PARALLEL_CALLS}
+    return StructuredOutput(json_schema={**schema, "$defs": definitions}, after=after)
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    parameters = tool["function"].get("parameters") or {}
+    return {"type": "object", "properties": {}, "additionalProperties": False, **parameters}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema whose references to itself are those of a part of another one."""
+    if isinstance(schema, Mapping):
+        moved = {key: _moved(value, root) for key, value in schema.items()}
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and ref.startswith("#"):
+            moved["$ref"] = root + ref[1:]
+        return moved
+    if isinstance(schema, (list, tuple)):
+        return [_moved(item, root) for item in schema]
+    return schema
