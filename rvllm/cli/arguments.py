@@ -7,9 +7,10 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rvllm.cli.errors import CommandError, user_errors
+from rvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rvllm.llm import LLM
@@ -35,6 +36,45 @@ def read_text(path: str) -> str:
     except UnicodeDecodeError as error:
         raise CommandError(f"{name}: byte {error.start} is not UTF-8") from None
     return text.removesuffix("\n").removesuffix("\r")
+
+
+# fmt: off
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = parser.add_argument_group("sampling")
+    add = group.add_argument
+    add("-n", "--max-tokens", "--n-predict", "--predict", type=int, default=128, metavar="N",
+        help="most tokens of a completion (default: %(default)s)")
+    add("--temperature", "--temp", type=float, default=0.0, metavar="T",
+        help="0 takes the best token every time (default: %(default)g)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="keep the best tokens that sum up to probability P")
+    add("--top-k", type=int, default=0, metavar="K", help="keep the K best tokens; 0 keeps all")
+    add("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the best")
+    add("-s", "--seed", type=int, metavar="N", help="of each prompt's random numbers (default: a new one)")
+    add("--repetition-penalty", "--repeat-penalty", type=float, default=1.0, metavar="X",
+        help="above 1, against tokens of the prompt and the completion so far")
+    add("--presence-penalty", type=float, default=0.0, metavar="X", help="against tokens of the completion so far")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, for each time they occur")
+    add("--stop", action="append", metavar="TEXT", help="end the completion before TEXT; may be repeated")
+    return group
+# fmt: on
+
+
+def sampling_params(args: argparse.Namespace, **others: Any) -> SamplingParams:
+    """Of the arguments above, and of others that a command has. Raises CommandError."""
+    with user_errors():
+        return SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            seed=args.seed,
+            stop=args.stop,
+            max_tokens=args.max_tokens,
+            presence_penalty=args.presence_penalty,
+            frequency_penalty=args.frequency_penalty,
+            repetition_penalty=args.repetition_penalty,
+            **others,
+        )
 
 
 MAX_MODEL_LEN = "most tokens of one prompt and its answer together (default: what the model was trained for)"

@@ -11,7 +11,13 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from rvllm.cli.arguments import add_engine_arguments, load_llm, read_text
+from rvllm.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    load_llm,
+    read_text,
+    sampling_params,
+)
 from rvllm.cli.errors import CommandError, one_line, user_errors
 from rvllm.cli.printer import JSONPrinter, TextPrinter, use_utf8
 from rvllm.sampling_params import SamplingParams
@@ -36,20 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arrival-step", type=int, nargs="+", action="extend", metavar="N",
         help="the step in which the prompts join: one number for all or one for each")
 
-    add = parser.add_argument_group("sampling").add_argument
-    add("-n", "--max-tokens", "--n-predict", "--predict", type=int, default=128, metavar="N",
-        help="most tokens of a completion (default: %(default)s)")
-    add("--temperature", "--temp", type=float, default=0.0, metavar="T",
-        help="0 takes the best token every time (default: %(default)g)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="keep the best tokens that sum up to probability P")
-    add("--top-k", type=int, default=0, metavar="K", help="keep the K best tokens; 0 keeps all")
-    add("--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the best")
-    add("-s", "--seed", type=int, metavar="N", help="of each prompt's random numbers (default: a new one)")
-    add("--repetition-penalty", "--repeat-penalty", type=float, default=1.0, metavar="X",
-        help="above 1, against tokens of the prompt and the completion so far")
-    add("--presence-penalty", type=float, default=0.0, metavar="X", help="against tokens of the completion so far")
-    add("--frequency-penalty", type=float, default=0.0, metavar="X", help="the same, for each time they occur")
-    add("--stop", action="append", metavar="TEXT", help="end the completion before TEXT; may be repeated")
+    add = add_sampling_arguments(parser).add_argument
     add("--ignore-eos", action="store_true", help="do not end where the model would")
     add("--logprobs", type=int, metavar="N", help="with --json: log probabilities of each token and the N best")
 
@@ -63,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts, steps, params = _read_prompts(args.sources), args.arrival_step or [0], _sampling_params(args)
+    prompts, steps = _read_prompts(args.sources), args.arrival_step or [0]
+    params = sampling_params(args, ignore_eos=args.ignore_eos, logprobs=args.logprobs)
     if args.system is not None and not args.chat:
         raise CommandError("--system needs --chat")
     if len(steps) not in (1, len(prompts)):
@@ -116,24 +110,6 @@ def _read_prompts(sources: list[tuple[bool, str]] | None) -> list[str]:
     if sum(is_file and path == "-" for is_file, path in sources) > 1:
         raise CommandError("standard input can be read once only")
     return [read_text(text) if is_file else text for is_file, text in sources]
-
-
-def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    with user_errors():
-        return SamplingParams(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            seed=args.seed,
-            stop=args.stop,
-            ignore_eos=args.ignore_eos,
-            max_tokens=args.max_tokens,
-            presence_penalty=args.presence_penalty,
-            frequency_penalty=args.frequency_penalty,
-            repetition_penalty=args.repetition_penalty,
-            logprobs=args.logprobs,
-        )
 
 
 def _report(llm: LLM, num_prompts: int, num_refused: int) -> None:
