@@ -112,14 +112,15 @@ class RequestResult:
         }
 
 
-async def send(endpoint: Endpoint, options: LoadOptions, request: LoadRequest) -> RequestResult:
-    """One request, streamed. What goes wrong is in the result."""
-    result = RequestResult()
+async def send(
+    endpoint: Endpoint, options: LoadOptions, request: LoadRequest, result: RequestResult | None = None
+) -> RequestResult:
+    """One request, streamed. What goes wrong is in the result; one that is given can be watched as it fills."""
+    result = result or RequestResult()
 
     def on_event(data: bytes) -> None:
-        now = time.perf_counter()
         if data != b"[DONE]":
-            _read_event(data, now, result)
+            _read_event(data, time.perf_counter(), result)
 
     result.start = time.perf_counter()
     path = options.path or PATHS[options.backend]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -48,7 +48,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         server = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body: dict[str, Any] = {}
+        with suppress(ValueError):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
             number = len(server.bodies)
             server.bodies.append(body)
