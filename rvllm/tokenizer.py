@@ -10,6 +10,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from rvllm._tokenizer import SpecialTokens
 from rvllm.detokenizer import Detokenizer
@@ -111,6 +112,11 @@ class Tokenizer(ABC):
     def token_text(self, token_id: int) -> str:
         """Text of one token for display, special ones included; half characters show as U+FFFD."""
         return self.token_bytes(token_id, special=True).decode("utf-8", "replace")
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the token that adds most to the text."""
+        return max(len(self.token_bytes(token_id, special=True)) for token_id in range(self.vocab_size))
 
     def split_control(self, text: str) -> list[str | int]:
         """Cut text at its control tokens: plain pieces (str) and token ids (int)."""

@@ -15,7 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
-from rvllm.server import chat, completions, models
+from rvllm.server import chat, completions, embeddings, llama_cpp, models, responses, tokenize
 from rvllm.server.errors import add_error_handlers
 from rvllm.server.logs import RequestLog
 from rvllm.server.metrics import Metrics
@@ -24,7 +24,16 @@ from rvllm.server.security import Guard
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.version import __version__
 
-BODIES = (completions.CompletionRequest, chat.ChatCompletionRequest)
+ROUTES = (completions, chat, responses, embeddings, tokenize, llama_cpp, models)
+BODIES = (
+    completions.CompletionRequest,
+    chat.ChatCompletionRequest,
+    responses.ResponsesRequest,
+    embeddings.EmbeddingRequest,
+    tokenize.TokenizeRequest,
+    tokenize.DetokenizeRequest,
+    llama_cpp.LlamaCompletionRequest,
+)
 
 
 def create_app(
@@ -42,7 +51,7 @@ def create_app(
     app.state.config = config
     app.state.model = model
     app.state.metrics = Metrics(config.names[0])
-    for module in (completions, chat, models):
+    for module in ROUTES:
         app.include_router(module.router)
     add_error_handlers(app)
     paths = add_page(app)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar
@@ -12,33 +11,23 @@ from fastapi.responses import JSONResponse
 
 from rvllm.request import CompletionOutput
 from rvllm.sampling_params import SamplingParams
-from rvllm.server.chat_output import ChatOutput
-from rvllm.server.errors import APIError, bad_request, from_value_error, unsupported
+from rvllm.server.chat_output import ChatOutput, TurnFormat
+from rvllm.server.chat_prompt import ChatPrompt
+from rvllm.server.constraints import structured_output, turn_constraint
+from rvllm.server.errors import APIError, bad_request
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.logprobs import chat_logprobs, prompt_logprobs
-from rvllm.server.messages import Message, template_messages
-from rvllm.server.schemas import SamplingFields, body_schema, json_body
+from rvllm.server.messages import Message
+from rvllm.server.schemas import OpenAIFields, body_schema, json_body
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import DONE, EventStream, event, while_connected
 
 router = APIRouter()
 
-_RESERVED_KWARGS = frozenset(
-    {
-        "tokenizer",
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "continue_final_message",
-        "bos_token",
-        "eos_token",
-    }
-)
 
-
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(OpenAIFields, ChatPrompt):
     UNSUPPORTED: ClassVar = {
-        **SamplingFields.UNSUPPORTED,
+        **OpenAIFields.UNSUPPORTED,
         "add_special_tokens": (False,),
         "audio": (),
         "best_of": (1,),
@@ -55,20 +44,16 @@ class ChatCompletionRequest(SamplingFields):
         "verbosity": (),
         "web_search_options": (),
     }
-    NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT | {"store"}
+    NO_EFFECT: ClassVar = OpenAIFields.NO_EFFECT | {"store"}
 
     messages: list[Message]
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    reasoning_effort: str | None = None
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self, model: ServedModel, turn: TurnFormat) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         fields = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
@@ -76,39 +61,14 @@ class ChatCompletionRequest(SamplingFields):
         if limit == 0:
             raise bad_request("max_tokens must be at least 1, got 0", "max_tokens")
         return self.sampling_params(
-            max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+            structured_output=turn_constraint(
+                turn, structured_output(self, self.response_format, after=turn.after)
+            ),
+            skip_special_tokens=False if turn.hides_marks(model.tokenizer) else self.skip_special_tokens,
         )
-
-    def template_arguments(self, model: ServedModel) -> dict[str, Any]:
-        """Arguments of ChatTemplate.encode_chat(). Raises APIError."""
-        continues = bool(self.continue_final_message)
-        kwargs = dict(self.chat_template_kwargs or {})
-        for name in _RESERVED_KWARGS & kwargs.keys():
-            raise bad_request(f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
-        if self.reasoning_effort is not None:
-            if model.chat_template is None or "reasoning_effort" not in model.chat_template.source:
-                raise unsupported("reasoning_effort", "the model's chat template has no such setting")
-            kwargs["reasoning_effort"] = self.reasoning_effort
-        if self.documents is not None:
-            kwargs["documents"] = self.documents
-        generates = self.add_generation_prompt if self.add_generation_prompt is not None else not continues
-        return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
-
-
-async def encode_chat(
-    model: ServedModel, messages: list[dict[str, Any]], template_arguments: dict[str, Any]
-) -> list[int]:
-    """Token ids of a chat. Raises APIError."""
-    template = model.chat_template
-    if template is None:
-        raise bad_request(
-            "the model has no chat template: use /v1/completions, or start with --chat-template"
-        )
-    try:
-        # Templates come with models and may loop for long: they must not hold up the event loop.
-        return await asyncio.to_thread(template.encode_chat, model.tokenizer, messages, **template_arguments)
-    except ValueError as error:
-        raise from_value_error(error) from None
 
 
 @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatCompletionRequest))
@@ -120,10 +80,11 @@ async def create_chat_completion(
     """Answers a conversation."""
     model.check_name(body.model)
     body.check_stream_options()
-    params = body.to_sampling_params()
-    prompt = await encode_chat(model, template_messages(body.messages), body.template_arguments(model))
+    prompt = await body.encode(model)
+    turn = TurnFormat.of(model, body, prompt, body.parallel_tool_calls)
+    params = body.to_sampling_params(model, turn)
     generation = Generation(request, model, new_id("chatcmpl"), [prompt], params, body.priority)
-    answer = ChatAnswer(body, generation)
+    answer = ChatAnswer(body, generation, turn)
     if body.stream:
         await while_connected(request, generation.start())
         return EventStream(answer.events(), generation.close)
@@ -134,10 +95,10 @@ async def create_chat_completion(
 class ChatAnswer:
     """Turns the outputs of a generation into the objects of the API."""
 
-    def __init__(self, body: ChatCompletionRequest, generation: Generation) -> None:
+    def __init__(self, body: ChatCompletionRequest, generation: Generation, turn: TurnFormat) -> None:
         self.body = body
         self.generation = generation
-        self._outputs = [ChatOutput() for _ in range(generation.params.n)]
+        self._outputs = [ChatOutput(turn) for _ in range(generation.params.n)]
         self._head: dict[str, Any] = {
             "id": generation.request_id,
             "created": int(time.time()),
@@ -234,3 +195,6 @@ def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
     for name, value in delta.items():
         if isinstance(value, str):
             message[name] = (message.get(name) or "") + value
+        else:
+            calls = [{key: part for key, part in call.items() if key != "index"} for call in value]
+            message[name] = message.get(name, []) + calls

@@ -2,18 +2,129 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rvllm.reasoning_parser import ReasoningParser, find_markers, is_thinking
+from rvllm.server.chat_prompt import ChatPrompt, NamedTool
+from rvllm.server.errors import bad_request
+from rvllm.server.served_model import ServedModel
+from rvllm.structured_output import StructuredOutput
+from rvllm.tool_choice import forced_calls
+from rvllm.tool_parser import JSON, ToolCall, ToolCallParser, ToolFormat, find_format
+
+if TYPE_CHECKING:
+    from rvllm.tokenizer import Tokenizer
+
+Delta = dict[str, Any]
+
+_TAIL = 64  # tokens at the end of a prompt in which its model may have been told to think
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """How the text of a turn is to be read, and what it must look like where a tool has to be called.
+
+    marks: of the thoughts, None for a model that does not think. tool_format: None without tools.
+    """
+
+    marks: tuple[str, str] | None = None
+    is_thinking: bool = False
+    tool_format: ToolFormat | None = None
+    tool_names: tuple[str, ...] = ()
+    parallel: bool = True
+    forced: StructuredOutput | None = None
+
+    @property
+    def after(self) -> str | None:
+        """The text behind which a constraint begins: a model that thinks is free until it has done so."""
+        return self.marks[1] if self.marks is not None and self.is_thinking else None
+
+    def hides_marks(self, tokenizer: Tokenizer) -> bool:
+        """Whether a mark is a control token, which leaves no text unless asked to."""
+        marks = [*(self.marks or ()), *(self.tool_format.starts if self.tool_format else ())]
+        return any(isinstance(piece, int) for mark in marks for piece in tokenizer.split_control(mark))
+
+    @classmethod
+    def of(
+        cls, model: ServedModel, prompt: ChatPrompt, prompt_token_ids: Sequence[int], parallel: bool | None
+    ) -> TurnFormat:
+        """Raises APIError for tools and a tool_choice that do not go together."""
+        source = "" if model.chat_template is None else model.chat_template.source
+        marks = find_markers(source)
+        tail = model.tokenizer.decode(prompt_token_ids[-_TAIL:], skip_special_tokens=False)
+        thinks = marks is not None and is_thinking(tail, *marks)
+        choice = prompt.tool_choice
+        if not prompt.tools:
+            if choice not in (None, "none", "auto"):
+                raise bad_request("tool_choice needs tools", "tool_choice")
+            return cls(marks, thinks)
+        if choice == "none":
+            return cls(marks, thinks)
+        names = tuple(tool.function.name for tool in prompt.tools)
+        is_parallel = parallel is not False
+        if choice in (None, "auto"):
+            return cls(marks, thinks, find_format(source), names, is_parallel)
+        name = choice.function.name if isinstance(choice, NamedTool) else None
+        after = marks[1] if marks is not None and thinks else None
+        tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
+        try:
+            forced = forced_calls(tools, name, is_parallel, after)
+        except ValueError as error:
+            raise bad_request(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from None
+        return cls(marks, thinks, JSON, names, is_parallel, forced)
 
 
 class ChatOutput:
     """One choice. push() and finish() return deltas of the API: {"content": ...} and the like."""
 
-    def push(self, text: str) -> list[dict[str, Any]]:
-        return [{"content": text}] if text else []
+    def __init__(self, turn: TurnFormat) -> None:
+        self._reasoning = None if turn.marks is None else ReasoningParser(*turn.marks, turn.is_thinking)
+        self._tools = None
+        if turn.tool_format is not None:
+            self._tools = ToolCallParser(turn.tool_format, turn.tool_names, turn.parallel)
+        self._num_tokens = 0
+        self.num_reasoning_tokens = 0  # until content began
 
-    def finish(self) -> list[dict[str, Any]]:
-        return []
+    def push(self, text: str, num_tokens: int = 0) -> list[Delta]:
+        self._num_tokens += num_tokens
+        reasoning, content = ("", text) if self._reasoning is None else self._reasoning.push(text)
+        return self._deltas(reasoning, content)
+
+    def finish(self) -> list[Delta]:
+        """The rest of a turn that ends here."""
+        deltas = [] if self._reasoning is None else self._deltas(*self._reasoning.finish())
+        return deltas if self._tools is None else deltas + _tool_deltas(self._tools.finish())
 
     @property
     def has_tool_calls(self) -> bool:
-        return False
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def _deltas(self, reasoning: str, content: str) -> list[Delta]:
+        deltas: list[Delta] = []
+        if reasoning:
+            self.num_reasoning_tokens = self._num_tokens
+            deltas.append({"reasoning": reasoning, "reasoning_content": reasoning})
+        if not content:
+            return deltas
+        return deltas + (
+            [{"content": content}] if self._tools is None else _tool_deltas(self._tools.push(content))
+        )
+
+
+def _tool_deltas(found: Sequence[str | ToolCall]) -> list[Delta]:
+    deltas: list[Delta] = []
+    for part in found:
+        if isinstance(part, str):
+            deltas.append({"content": part})
+        else:
+            function = {"name": part.name, "arguments": part.arguments}
+            deltas.append(
+                {
+                    "tool_calls": [
+                        {"index": part.index, "id": part.id, "type": "function", "function": function}
+                    ]
+                }
+            )
+    return deltas

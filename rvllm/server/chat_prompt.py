@@ -12,9 +12,18 @@ from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.messages import Message, template_messages
 from rvllm.server.schemas import APIRequest, one_of
 from rvllm.server.served_model import ServedModel
+from rvllm.server.tool_prompt import tell_tools
 
 _RESERVED = frozenset(
-    {"tokenizer", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+    {
+        "tokenizer",
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+    }
 )
 
 
@@ -88,9 +97,13 @@ async def encode_chat(model: ServedModel, messages: Sequence[Message], **argumen
     template = model.chat_template
     plain = template_messages(messages)
     if template is None:
-        raise bad_request("the model has no chat template: use /v1/completions, or start with --chat-template")
+        raise bad_request(
+            "the model has no chat template: use /v1/completions, or start with --chat-template"
+        )
     if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
+    if "tools" not in template.source:
+        plain = tell_tools(plain, arguments.pop("tools", ()))
     for message in plain:
         model.check_length(message["content"])
     try:

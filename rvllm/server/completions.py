@@ -12,10 +12,11 @@ from fastapi.responses import JSONResponse
 from rvllm.detokenizer import Detokenizer
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.sampling_params import SamplingParams
+from rvllm.server.constraints import structured_output
 from rvllm.server.errors import APIError, unsupported
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.logprobs import CompletionLogprobs, join_logprobs, prompt_logprobs
-from rvllm.server.schemas import Prompts, SamplingFields, body_schema, json_body, prompt_list
+from rvllm.server.schemas import OpenAIFields, Prompts, body_schema, json_body, prompt_list
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import DONE, EventStream, event, while_connected
 
@@ -24,9 +25,9 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(OpenAIFields):
     UNSUPPORTED: ClassVar = {
-        **SamplingFields.UNSUPPORTED,
+        **OpenAIFields.UNSUPPORTED,
         "add_special_tokens": (True,),
         "prompt_embeds": (),
         "suffix": ("",),
@@ -57,6 +58,7 @@ class CompletionRequest(SamplingFields):
         return self.sampling_params(
             max_tokens=1 if self.hides_tokens else self.limit,
             logprobs=self.logprobs,
+            structured_output=structured_output(self, self.response_format),
             prompt_logprobs=max((number for number in wanted if number is not None), default=None),
         )
 

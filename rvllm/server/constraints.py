@@ -9,16 +9,25 @@ from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
+    from rvllm.server.chat_output import TurnFormat
     from rvllm.server.schemas import SamplingFields
 
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")  # of structured_outputs
 
 
-def structured_output(body: SamplingFields) -> StructuredOutput | None:
-    """Of response_format, structured_outputs, grammar and json_schema. Raises APIError for more than one."""
+def structured_output(
+    body: SamplingFields,
+    text_format: Mapping[str, Any] | None = None,
+    field: str = "response_format",
+    after: str | None = None,
+) -> StructuredOutput | None:
+    """Of text_format (the field that OpenAI's API has), structured_outputs, grammar and json_schema.
+
+    after: the text behind which the constraint begins. Raises APIError for more than one.
+    """
     wanted: dict[str, dict[str, Any]] = {}
-    if body.response_format is not None:
-        wanted["response_format"] = format_arguments("response_format", body.response_format)
+    if text_format is not None:
+        wanted[field] = _format_arguments(field, text_format)
     if body.structured_outputs is not None:
         wanted["structured_outputs"] = _structured_outputs(body.structured_outputs)
     if body.grammar is not None:
@@ -29,18 +38,21 @@ def structured_output(body: SamplingFields) -> StructuredOutput | None:
     if len(wanted) > 1:
         raise bad_request(f"{' and '.join(wanted)} exclude each other", list(wanted)[1])
     for name, arguments in wanted.items():
-        return make(name, arguments)
+        try:
+            return StructuredOutput(**arguments, after=after)
+        except ValueError as error:
+            raise bad_request(f"{name}: {from_value_error(error).message}", name) from None
     return None
 
 
-def make(field: str, arguments: Mapping[str, Any]) -> StructuredOutput:
-    try:
-        return StructuredOutput(**arguments)
-    except ValueError as error:
-        raise bad_request(f"{field}: {from_value_error(error).message}", field) from None
+def turn_constraint(turn: TurnFormat, wanted: StructuredOutput | None) -> StructuredOutput | None:
+    """What a turn must look like, from its tool_choice or from the other fields. Raises APIError for both."""
+    if turn.forced is not None and wanted is not None:
+        raise bad_request("a tool_choice that forces a call excludes other constraints", "tool_choice")
+    return turn.forced or wanted
 
 
-def format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
+def _format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of StructuredOutput for OpenAI's response_format or text.format; none for plain text."""
     kind = value.get("type")
     if kind == "text":
@@ -64,11 +76,15 @@ def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Any]:
         if name not in _KINDS:
             raise unsupported(f"structured_outputs.{name}", f"use one of {', '.join(_KINDS)}")
     if len(given) > 1:
-        raise bad_request(f"structured_outputs: {' and '.join(given)} exclude each other", "structured_outputs")
+        raise bad_request(
+            f"structured_outputs: {' and '.join(given)} exclude each other", "structured_outputs"
+        )
     for name, item in given.items():
         if name == "choice":
             if not isinstance(item, list):
-                raise bad_request("structured_outputs.choice must be a list of strings", "structured_outputs.choice")
+                raise bad_request(
+                    "structured_outputs.choice must be a list of strings", "structured_outputs.choice"
+                )
             item = tuple(item)
         return {"json_schema" if name == "json" else name: item}
     return {}

@@ -57,7 +57,8 @@ async def create_embeddings(
         raise unsupported("dimensions", f"the model's vectors have {len(embeddings[0][0])}")
     encode = _base64 if body.encoding_format == "base64" else list
     data = [
-        {"object": "embedding", "index": i, "embedding": encode(vector)} for i, (vector, _) in enumerate(embeddings)
+        {"object": "embedding", "index": i, "embedding": encode(vector)}
+        for i, (vector, _) in enumerate(embeddings)
     ]
     num_tokens = sum(count for _, count in embeddings)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -53,6 +53,8 @@ class Generation:
                 f"{len(prompts)} prompts with n {params.n} are more than the {model.engine.max_in_flight} "
                 "requests that may be in flight (--max-num-seqs and --max-queue)"
             )
+        for prompt in prompts:
+            model.check_length(prompt)
         self._iterators = [
             model.engine.generate(
                 f"{request_id}-{i}",

@@ -26,7 +26,8 @@ STOP_TYPES = {"length": "limit", "timeout": "limit", "abort": "none"}
 
 Mixed = list[str | int]
 LlamaPrompt = Annotated[
-    str | Mixed | list[str | Mixed], one_of("a string, a list of token ids and strings, or a list of such prompts")
+    str | Mixed | list[str | Mixed],
+    one_of("a string, a list of token ids and strings, or a list of such prompts"),
 ]
 LogitBias = Annotated[
     dict[str, float | Literal[False]] | list[tuple[int | str, float | Literal[False]]] | None,
@@ -41,6 +42,9 @@ class LlamaCompletionRequest(SamplingFields):
         "dynatemp_range": (0, 0.0),
         "id_slot": (-1,),
         "lora": ([],),
+        "prompt_logprobs": (),
+        "response_format": (),
+        "stream_options": (),
         "post_sampling_probs": (False,),
         "return_progress": (False,),
         "samplers": (),
@@ -60,11 +64,14 @@ class LlamaCompletionRequest(SamplingFields):
     return_tokens: bool | None = None
     t_max_predict_ms: int | None = None
     response_fields: list[str] | None = None
+    timings_per_token: bool | None = None
 
     def to_sampling_params(self, model: ServedModel) -> SamplingParams:
         penalty = self.repeat_penalty if self.repeat_penalty is not None else self.repetition_penalty
         if penalty not in (None, 1.0) and self.repeat_last_n not in (None, -1):
-            raise bad_request("repeat_last_n must be -1: penalties look at the whole context", "repeat_last_n")
+            raise bad_request(
+                "repeat_last_n must be -1: penalties look at the whole context", "repeat_last_n"
+            )
         defaults = {name: value for name, value in DEFAULTS.items() if getattr(self, name) is None}
         limit = self.token_limit(-1, {"max_tokens": self.max_tokens})
         return self.sampling_params(
@@ -82,7 +89,9 @@ class LlamaCompletionRequest(SamplingFields):
         return self.token_limit(-1, {"max_tokens": self.max_tokens}) == 0
 
     def _logit_bias(self, model: ServedModel) -> dict[int, float] | None:
-        pairs: Any = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
+        pairs: Any = (
+            self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
+        )
         biases: dict[int, float] = {}
         for key, value in pairs:
             bias = BANNED if value is False else value
@@ -97,7 +106,7 @@ class LlamaCompletionRequest(SamplingFields):
             return [prompt]
         if any(isinstance(part, int) for part in prompt):
             return [_join(prompt, model)]
-        return [part if isinstance(part, str) else _join(part, model) for part in prompt]  # type: ignore[arg-type]
+        return [part if isinstance(part, str) else _join(part, model) for part in prompt]
 
 
 def _join(parts: Any, model: ServedModel) -> list[int]:
@@ -131,7 +140,9 @@ async def create_llama_completion(
         return EventStream(answer.events(), generation.close)
     results = await while_connected(request, generation.finish())
     finals = [
-        answer.final(i, output, completion) for i, output in enumerate(results) for completion in output.outputs
+        answer.final(i, output, completion)
+        for i, output in enumerate(results)
+        for completion in output.outputs
     ]
     return JSONResponse(finals if len(finals) > 1 else finals[0])
 
@@ -184,7 +195,9 @@ class LlamaAnswer:
             "tokens_evaluated": len(output.prompt_token_ids),
             "generation_settings": self._settings(),
             "prompt": self._prompt(output),
-            "stop_type": "limit" if hides else STOP_TYPES.get(reason or "", "word" if stop is not None else "eos"),
+            "stop_type": "limit"
+            if hides
+            else STOP_TYPES.get(reason or "", "word" if stop is not None else "eos"),
             "stopping_word": stop if isinstance(stop, str) else "",
             "tokens_cached": output.num_cached_tokens,
             "truncated": False,

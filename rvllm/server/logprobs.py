@@ -18,7 +18,8 @@ class CompletionLogprobs:
     """The shape of /v1/completions, made piece by piece: one entry a token, also for the one that ended the text.
 
     text_offset counts characters of the text as the tokens make it: text[offset[i]:offset[i + 1]] is token i.
-    A token that leaves no text (control tokens, the first bytes of a character) has no width.
+    A token that leaves no text (control tokens, the first bytes of a character) has no width; one that is no whole
+    characters is named by its bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, offset: int, detokenizer: Detokenizer) -> None:
@@ -38,9 +39,8 @@ class CompletionLogprobs:
         }
         for token_id, alternatives in zip(token_ids, logprobs, strict=True):
             text = self._detokenizer.push(token_id)
-            name = self._tokenizer.token_text(token_id)
             own = None if alternatives is None else alternatives[token_id]
-            entries["tokens"].append(text if "\ufffd" in name else name)
+            entries["tokens"].append(self._name(token_id))
             entries["token_logprobs"].append(None if own is None else max(own.logprob, LOWEST))
             entries["top_logprobs"].append(
                 None if alternatives is None else self._top(token_id, alternatives)
@@ -50,12 +50,20 @@ class CompletionLogprobs:
         return entries
 
     def _top(self, own_id: int, alternatives: Mapping[int, Logprob]) -> dict[str, float]:
-        """The num_top best and the token itself; of tokens that look the same, the best."""
+        """The num_top best and the token itself."""
         top: dict[str, float] = {}
         for token_id, logprob in sorted(alternatives.items(), key=lambda item: item[1].rank):
             if logprob.rank <= self._num_top or token_id == own_id:
-                top.setdefault(logprob.decoded_token, max(logprob.logprob, LOWEST))
+                top.setdefault(self._name(token_id), max(logprob.logprob, LOWEST))
         return top
+
+    def _name(self, token_id: int) -> str:
+        """The token's text; the bytes of one that is no whole characters, as OpenAI shows them."""
+        data = self._tokenizer.token_bytes(token_id, special=True)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def join_logprobs(first: dict[str, list[Any]] | None, second: dict[str, list[Any]]) -> dict[str, list[Any]]:

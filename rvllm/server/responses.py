@@ -10,8 +10,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from rvllm.sampling_params import SamplingParams
+from rvllm.server.chat_output import ChatOutput, TurnFormat
 from rvllm.server.chat_prompt import ChatPrompt
-from rvllm.server.constraints import format_arguments
+from rvllm.server.constraints import structured_output, turn_constraint
 from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.responses_input import chat_tool_choice, chat_tools, input_messages
@@ -47,8 +48,12 @@ class ResponsesRequest(SamplingFields):
         "previous_response_id": (),
         "prompt": (),
         "store": (False,),
+        "stream_options": ({}, {"include_obfuscation": False}),
         "truncation": ("disabled",),
-        **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "logprobs"), ()),
+        **dict.fromkeys(
+            ("messages", "max_tokens", "max_completion_tokens", "logprobs", "prompt_logprobs"), ()
+        ),
+        **dict.fromkeys(("response_format", "timings_per_token"), ()),
     }
     NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT - {"metadata", "user"}
 
@@ -75,7 +80,7 @@ class ResponsesRequest(SamplingFields):
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
 
-    def to_sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self, model: ServedModel, turn: TurnFormat) -> SamplingParams:
         if self.n not in (None, 1):
             raise unsupported("n", "a response has one output")
         for name in self.include or ():
@@ -85,7 +90,14 @@ class ResponsesRequest(SamplingFields):
         limit = self.token_limit(None, {"max_output_tokens": self.max_output_tokens})
         if limit == 0:
             raise bad_request("max_output_tokens must be at least 1, got 0", "max_output_tokens")
-        return self.sampling_params(max_tokens=limit, logprobs=(self.top_logprobs or 0) if wants_logprobs else None)
+        return self.sampling_params(
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+            structured_output=turn_constraint(
+                turn, structured_output(self, self.text_format, "text.format", turn.after)
+            ),
+            skip_special_tokens=False if turn.hides_marks(model.tokenizer) else self.skip_special_tokens,
+        )
 
     @property
     def text_format(self) -> dict[str, Any]:
@@ -101,10 +113,13 @@ async def create_response(
     """Answers input items with output items."""
     model.check_name(body.model)
     chat = body.chat_prompt()
-    params = body.to_sampling_params()
     prompt = await chat.encode(model)
+    turn = TurnFormat.of(model, chat, prompt, body.parallel_tool_calls)
+    params = body.to_sampling_params(model, turn)
     generation = Generation(request, model, new_id("resp"), [prompt], params, body.priority)
-    output = ResponseOutput(generation, _fields(body, generation, params), body.top_logprobs or 0)
+    output = ResponseOutput(
+        generation, ChatOutput(turn), _fields(body, generation, params), body.top_logprobs or 0
+    )
     if body.stream:
         await while_connected(request, generation.start())
         return EventStream(output.events(), generation.close)

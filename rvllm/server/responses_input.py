@@ -86,7 +86,11 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
 def chat_tool_choice(choice: str | Mapping[str, Any] | None) -> ToolChoice | None:
     if choice is None or choice in ("none", "auto", "required"):
         return choice  # type: ignore[return-value]
-    if isinstance(choice, Mapping) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
+    if (
+        isinstance(choice, Mapping)
+        and choice.get("type") == "function"
+        and isinstance(choice.get("name"), str)
+    ):
         return NamedTool(type="function", function=NamedFunction(name=choice["name"]))
     raise bad_request(
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}", "tool_choice"

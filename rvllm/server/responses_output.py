@@ -19,13 +19,13 @@ class ResponseOutput:
     """Builds the output items from deltas; fields: of the response that do not depend on the output."""
 
     def __init__(
-        self, generation: Generation, fields: dict[str, Any], num_top: int, chat_output: ChatOutput | None = None
+        self, generation: Generation, chat_output: ChatOutput, fields: dict[str, Any], num_top: int
     ) -> None:
         self.generation = generation
         self.items: list[dict[str, Any]] = []
         self._fields = fields
         self._num_top = num_top
-        self._chat_output = chat_output or ChatOutput()
+        self._chat_output = chat_output
         self._num_events = 0
 
     def whole(self) -> dict[str, Any]:
@@ -58,7 +58,13 @@ class ResponseOutput:
     def _response(self, finish_reason: str | None) -> dict[str, Any]:
         """The response object; finish_reason None: it is still in progress."""
         usage = self.generation.usage() if finish_reason is not None else None
-        status = "in_progress" if finish_reason is None else "completed" if finish_reason == "stop" else "incomplete"
+        status = (
+            "in_progress"
+            if finish_reason is None
+            else "completed"
+            if finish_reason == "stop"
+            else "incomplete"
+        )
         response = {**self._fields, "status": status, "output": self.items, "usage": None}
         if status == "incomplete":
             reason = "max_output_tokens" if finish_reason == "length" else finish_reason
@@ -68,14 +74,14 @@ class ResponseOutput:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._chat_output.num_reasoning_tokens},
                 "total_tokens": usage["total_tokens"],
             }
         return response
 
     def _add(self, completion: CompletionOutput) -> Iterator[Event]:
         """Adds what is new; yields the events that say so."""
-        deltas = self._chat_output.push(completion.text)
+        deltas = self._chat_output.push(completion.text, len(completion.token_ids))
         if completion.is_finished:
             deltas += self._chat_output.finish()
         logprobs = self._logprobs(completion)
@@ -116,14 +122,18 @@ class ResponseOutput:
         if function.get("name"):
             yield from self._close()
             item = _new_item("function_call")
-            yield from self._open({**item, "call_id": call.get("id") or new_id("call"), "name": function["name"]})
+            yield from self._open(
+                {**item, "call_id": call.get("id") or new_id("call"), "name": function["name"]}
+            )
         arguments = function.get("arguments") or ""
         if arguments:
             self.items[-1]["arguments"] += arguments
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
 
     def _is_open(self, kind: str) -> bool:
-        return bool(self.items) and self.items[-1]["type"] == kind and self.items[-1]["status"] == "in_progress"
+        return (
+            bool(self.items) and self.items[-1]["type"] == kind and self.items[-1]["status"] == "in_progress"
+        )
 
     def _place(self) -> Event:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
@@ -166,7 +176,12 @@ def _new_item(kind: str) -> dict[str, Any]:
         content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item = {"id": new_id("msg"), "type": kind, "role": "assistant", "content": [content]}
     elif kind == "reasoning":
-        item = {"id": new_id("rs"), "type": kind, "summary": [], "content": [{"type": "reasoning_text", "text": ""}]}
+        item = {
+            "id": new_id("rs"),
+            "type": kind,
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": ""}],
+        }
     else:
         item = {"id": new_id("fc"), "type": kind, "arguments": ""}
     return {**item, "status": "in_progress"}

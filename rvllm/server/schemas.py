@@ -155,18 +155,14 @@ class SamplingFields(APIRequest):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_prompt: bool | None = None
     n_predict: int | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | bool | str | None = None
-    timings_per_token: bool | None = Field(None, description="add llama.cpp's timings to the answer")
 
     def sampling_params(self, *, max_tokens: int | None, **others: Any) -> SamplingParams:
         """SamplingParams of the fields that were given, and of others that the API has in its own way.
@@ -184,18 +180,6 @@ class SamplingFields(APIRequest):
             return SamplingParams(max_tokens=max_tokens, **given)
         except ValueError as error:
             raise from_value_error(error) from None
-
-    @property
-    def include_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
-
-    def check_stream_options(self) -> None:
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options is only allowed with stream: true", "stream_options")
 
     def token_limit(self, default: int | None, fields: Mapping[str, int | None]) -> int | None:
         """The one limit on the answer's tokens, whatever its name; None for no limit, as n_predict -1 asks for.
@@ -217,6 +201,27 @@ class SamplingFields(APIRequest):
         return None if limit == -1 else limit
 
 
+class OpenAIFields(SamplingFields):
+    """What /v1/completions and /v1/chat/completions share beyond that."""
+
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    timings_per_token: bool | None = Field(None, description="add llama.cpp's timings to the answer")
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def check_stream_options(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options is only allowed with stream: true", "stream_options")
+
+
 _SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -233,7 +238,7 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
     "logit_bias",
-    "prompt_logprobs",
+    "cache_prompt",
     "skip_special_tokens",
 )
 

@@ -93,6 +93,7 @@ class Server:
             tokenizer=llm.tokenizer,
             chat_template=template,
             max_model_len=llm.engine.max_model_len,
+            max_prompt_chars=llm.engine.max_model_len * llm.tokenizer.longest_token,
             timeout=config.timeout,
         )
         logger.info("serving %s", config.names[0])

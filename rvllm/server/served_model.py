@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import Request
 
-from rvllm.server.errors import APIError
+from rvllm.server.errors import APIError, bad_request
 
 if TYPE_CHECKING:
     from rvllm.async_engine import AsyncEngine
@@ -36,11 +36,14 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ServedModel:
+    """max_prompt_chars: of a text whose tokens are all as long as the vocabulary's longest."""
+
     names: Sequence[str]
     engine: AsyncEngine
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     max_model_len: int
+    max_prompt_chars: int
     timeout: float | None = None
     aliases: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
@@ -55,6 +58,15 @@ class ServedModel:
             served = ", ".join(repr(known) for known in self.names)
             raise APIError(
                 404, f"the model {name[:200]!r} does not exist; served: {served}", "model", "model_not_found"
+            )
+
+    def check_length(self, prompt: str | Sequence[int]) -> None:
+        """Raises APIError for a text that cannot fit, without encoding it."""
+        if isinstance(prompt, str) and len(prompt) > self.max_prompt_chars:
+            raise bad_request(
+                f"the prompt has {len(prompt)} characters, more than max_model_len {self.max_model_len} tokens can "
+                "hold",
+                code="context_length_exceeded",
             )
 
 

@@ -58,7 +58,9 @@ async def tokenize(
 async def _chat_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
     for name in ("add_special_tokens", "add_special", "parse_special"):
         if getattr(body, name) is not None:
-            raise bad_request(f"{name} does not go with messages: control tokens come from the template", name)
+            raise bad_request(
+                f"{name} does not go with messages: control tokens come from the template", name
+            )
     return await body.encode(model)
 
 
