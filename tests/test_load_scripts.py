@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,6 +97,20 @@ def test_table_has_medians_and_the_rounds_ratios() -> None:
     }
     line = "| output tok/s | 400 (300..500) | 100 (100..100) | 4.00 (3.00..5.00) |"
     assert compare_llama_server.table(rows).splitlines()[2:] == [line]
+
+
+def test_dashboard_shows_what_the_server_exports(server: ServerProcess) -> None:
+    response = asyncio.run(Endpoint(server.url).request("GET", "/metrics"))
+    exported = set(re.findall(r"^(rvllm:\w+)", response.body.decode(), re.MULTILINE))
+    text = (Path(__file__).resolve().parent.parent / "docs" / "grafana" / "rvllm.json").read_text()
+    panels = json.loads(text)["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) >= 10
+    shown = set(re.findall(r"rvllm:\w+", text))
+    assert shown <= exported
+    for name in ("num_requests_running", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket"):
+        assert f"rvllm:{name}" in shown
+    for panel in panels:
+        assert panel["targets"] and all("rvllm:" in target["expr"] for target in panel["targets"])
 
 
 # What the scripts must find

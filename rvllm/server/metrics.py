@@ -71,6 +71,8 @@ class Metrics:
         self._generation_total = self._counter("generation_tokens", "Tokens generated.")
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self._finished.labels(model_name, reason)
+        for counter in (self._prompt_total, self._generation_total):
+            counter.labels(model_name)  # shown as 0 from the start, so that a rate sees the first request
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(f"rvllm:{name}", documentation, ["model_name", *labels], registry=self.registry)
