@@ -83,7 +83,7 @@ async def create_chat_completion(
     prompt = await body.encode(model)
     turn = TurnFormat.of(model, body, prompt, body.parallel_tool_calls)
     params = body.to_sampling_params(model, turn)
-    generation = Generation(request, model, new_id("chatcmpl"), [prompt], params, body.priority)
+    generation = Generation(request, model, new_id("chatcmpl-"), [prompt], params, body.priority)
     answer = ChatAnswer(body, generation, turn)
     if body.stream:
         await while_connected(request, generation.start())

@@ -73,7 +73,7 @@ async def create_completion(
     model.check_name(body.model)
     body.check_stream_options()
     params = body.to_sampling_params()
-    generation = Generation(request, model, new_id("cmpl"), prompt_list(body.prompt), params, body.priority)
+    generation = Generation(request, model, new_id("cmpl-"), prompt_list(body.prompt), params, body.priority)
     answer = CompletionAnswer(body, generation)
     if body.stream:
         await while_connected(request, generation.start())

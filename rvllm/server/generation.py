@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return prefix + uuid.uuid4().hex
 
 
 class Generation:
@@ -104,9 +104,12 @@ class Generation:
 
     async def finish(self) -> list[RequestOutput]:
         """All results, complete. Raises APIError."""
-        await self.start()
-        async for _ in self:
-            pass
+        try:
+            await self.start()
+            async for _ in self:
+                pass
+        finally:
+            await self.close()
         return self.results
 
     async def close(self) -> None:

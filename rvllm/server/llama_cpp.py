@@ -133,7 +133,7 @@ async def create_llama_completion(
         body.t_max_predict_ms = None  # llama.cpp's "no limit"
     timeout = None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3
     prompts = body.prompts(model)
-    generation = Generation(request, model, new_id("cmpl"), prompts, params, body.priority, timeout)
+    generation = Generation(request, model, new_id("cmpl-"), prompts, params, body.priority, timeout)
     answer = LlamaAnswer(body, generation)
     if body.stream:
         await while_connected(request, generation.start())

@@ -116,7 +116,7 @@ async def create_response(
     prompt = await chat.encode(model)
     turn = TurnFormat.of(model, chat, prompt, body.parallel_tool_calls)
     params = body.to_sampling_params(model, turn)
-    generation = Generation(request, model, new_id("resp"), [prompt], params, body.priority)
+    generation = Generation(request, model, new_id("resp_"), [prompt], params, body.priority)
     output = ResponseOutput(
         generation, ChatOutput(turn), _fields(body, generation, params), body.top_logprobs or 0
     )

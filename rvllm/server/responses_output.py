@@ -123,7 +123,7 @@ class ResponseOutput:
             yield from self._close()
             item = _new_item("function_call")
             yield from self._open(
-                {**item, "call_id": call.get("id") or new_id("call"), "name": function["name"]}
+                {**item, "call_id": call.get("id") or new_id("call_"), "name": function["name"]}
             )
         arguments = function.get("arguments") or ""
         if arguments:
@@ -174,14 +174,14 @@ class ResponseOutput:
 def _new_item(kind: str) -> dict[str, Any]:
     if kind == "message":
         content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        item = {"id": new_id("msg"), "type": kind, "role": "assistant", "content": [content]}
+        item = {"id": new_id("msg_"), "type": kind, "role": "assistant", "content": [content]}
     elif kind == "reasoning":
         item = {
-            "id": new_id("rs"),
+            "id": new_id("rs_"),
             "type": kind,
             "summary": [],
             "content": [{"type": "reasoning_text", "text": ""}],
         }
     else:
-        item = {"id": new_id("fc"), "type": kind, "arguments": ""}
+        item = {"id": new_id("fc_"), "type": kind, "arguments": ""}
     return {**item, "status": "in_progress"}
