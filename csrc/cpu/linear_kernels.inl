@@ -239,11 +239,11 @@ void quantize_rows(const float* x, int64_t x_stride, int k, const QuantizedRows&
       const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
       int8_t* q = out.q + int64_t(t) * k + 32 * b;
       // The bounds only matter for infinities and NaN, which have no integer.
-      store_i8(q, min(max(round(mul(low, set1(inverse))), set1(-127.0f)), set1(127.0f)));
-      store_i8(q + 16, min(max(round(mul(high, set1(inverse))), set1(-127.0f)), set1(127.0f)));
-      int32_t sum[2] = {0, 0};
-      for (int i = 0; i < 16; ++i) sum[0] += q[i];
-      for (int i = 16; i < 32; ++i) sum[1] += q[i];
+      const auto codes = [&](Vec v) { return min(max(round(mul(v, set1(inverse))), set1(-127.0f)), set1(127.0f)); };
+      const Vec low_codes = codes(low), high_codes = codes(high);
+      store_i8(q, low_codes);
+      store_i8(q + 16, high_codes);
+      const int32_t sum[2] = {int32_t(reduce_add(low_codes)), int32_t(reduce_add(high_codes))};  // exact
       const int64_t at = int64_t(t) * row_blocks + b;
       out.scale[at] = largest / 127.0f;
       out.sum[at] = sum[0] + sum[1];
