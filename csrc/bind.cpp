@@ -81,7 +81,7 @@ ModelConfig model_config(const py::dict& d) {
 }
 
 // Runs the step and samples row i of its logits with samplers[i]:
-// (token id, None or [(token id, logprob, rank), ...]) for each, the sampled token's entry first.
+// (token id, None or [(token id, logprob, rank), ...], None or error) for each, the sampled token's entry first.
 py::list step(Model& model, const StepArrays& arrays, const std::vector<Sampler*>& samplers) {
   const Batch batch = arrays.batch();
   check(int(samplers.size()) == batch.num_logits, "[step] ", samplers.size(), " samplers for ", batch.num_logits,
@@ -99,7 +99,8 @@ py::list step(Model& model, const StepArrays& arrays, const std::vector<Sampler*
       for (const Logprob& l : sample.logprobs) entries.append(py::make_tuple(l.token_id, l.logprob, l.rank));
       logprobs = std::move(entries);
     }
-    out.append(py::make_tuple(sample.token_id, logprobs));
+    const py::object error = sample.error.empty() ? py::object(py::none()) : py::str(sample.error);
+    out.append(py::make_tuple(sample.token_id, logprobs, error));
   }
   return out;
 }

@@ -214,16 +214,13 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<Sampler*>&
   host_logits_.resize(std::max(host_logits_.size(), size_t(logits.rows * logits.cols)));
   backend_->download(host_logits_.data(), logits.data, logits.rows * logits.cols);
   std::vector<Sample> samples(samplers.size());
-  std::vector<std::string> errors(samplers.size());
   backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
     try {
       samples[size_t(row)] = samplers[size_t(row)]->sample(host_logits_.data() + row * logits.cols);
     } catch (const std::exception& e) {
-      errors[size_t(row)] = e.what();
+      samples[size_t(row)].error = e.what();  // ends this request, not those beside it
     }
   });
-  for (const std::string& error : errors)
-    if (!error.empty()) throw std::runtime_error(error);
   return samples;
 }
 

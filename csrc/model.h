@@ -53,7 +53,7 @@ class Model {
   Tensor forward(const Batch& batch);
 
   // Runs one step and samples row i of its logits with samplers[i].
-  // Throws as forward does, and runtime_error when logits are not numbers.
+  // Throws as forward does; a row that cannot be sampled has an error instead of a token.
   std::vector<Sample> step(const Batch& batch, const std::vector<Sampler*>& samplers);
 
   const ModelConfig& config() const { return config_; }

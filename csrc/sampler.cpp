@@ -57,6 +57,7 @@ double sum_of_exp(const float* x, int n, float largest, float factor) {
   return sum;
 }
 
+// Position of the first of the largest; n if there is none above -inf.
 int32_t argmax(const float* x, int n) {
   // The lanes find the value, a second pass its first position: both loops are vector code.
   float lanes[kLanes];
@@ -69,8 +70,36 @@ int32_t argmax(const float* x, int n) {
   return int32_t(std::find(x, x + n, largest) - x);
 }
 
+bool all_finite(const float* x, int n) {
+  float lanes[kLanes] = {};  // 0 * x is 0, or NaN where x is no finite number
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) lanes[j] += 0.0f * x[i + j];
+  for (int j = 0; i + j < n; ++j) lanes[j] += 0.0f * x[i + j];
+  float sum = 0;
+  for (float lane : lanes) sum += lane;
+  return sum == 0;
+}
+
 bool better(const std::pair<float, int32_t>& a, const std::pair<float, int32_t>& b) {
   return a.first != b.first ? a.first > b.first : a.second < b.second;
+}
+
+// The `count` largest of x with their positions, the largest first.
+std::vector<std::pair<float, int32_t>> largest_of(const float* x, int n, size_t count) {
+  std::vector<std::pair<float, int32_t>> heap;  // the least of them in front
+  heap.reserve(count);
+  for (int i = 0; i < n; ++i) {
+    if (heap.size() == count) {
+      if (count == 0 || !(x[i] > heap.front().first)) continue;
+      std::pop_heap(heap.begin(), heap.end(), better);
+      heap.pop_back();
+    }
+    heap.emplace_back(x[i], i);
+    std::push_heap(heap.begin(), heap.end(), better);
+  }
+  std::sort_heap(heap.begin(), heap.end(), better);
+  return heap;
 }
 
 }  // namespace
@@ -81,26 +110,26 @@ Sampler::Sampler(SamplerConfig config) : config_(std::move(config)) {
   config_.prompt_token_ids.clear();
 }
 
+void check_logits(const float* logits, int n) {
+  if (!all_finite(logits, n)) throw std::runtime_error("the model's logits are not finite numbers");
+}
+
+std::vector<Logprob> log_probabilities(const float* logits, int n, int32_t token_id, int num_best) {
+  const float largest = logits[argmax(logits, n)];
+  const double log_total = double(largest) + std::log(sum_of_exp(logits, n, largest, 1.0f));
+  const float own = logits[token_id];
+  int32_t rank = 1;
+  for (int i = 0; i < n; ++i) rank += logits[i] > own || (logits[i] == own && i < token_id);
+  std::vector<Logprob> entries{{token_id, float(double(own) - log_total), rank}};
+  rank = 0;
+  for (const auto& [logit, id] : largest_of(logits, n, size_t(std::min(num_best, n))))
+    entries.push_back({id, float(double(logit) - log_total), ++rank});
+  return entries;
+}
+
 Sample Sampler::sample(float* logits) {
   const SamplerConfig& c = config_;
-  const int n = c.vocab_size;
-  const int32_t best = argmax(logits, n);
-  if (best >= n || !std::isfinite(logits[best])) throw std::runtime_error("the model's logits are not finite numbers");
-
-  Sample result;
-  double log_total = 0;
-  const float largest = logits[best];
-  if (c.num_logprobs >= 0) {
-    log_total = double(largest) + std::log(sum_of_exp(logits, n, largest, 1.0f));
-    if (c.num_logprobs > 0) {
-      const size_t wanted = size_t(std::min(c.num_logprobs, n));
-      candidates_.resize(size_t(n));
-      for (int i = 0; i < n; ++i) candidates_[size_t(i)] = {logits[i], i};
-      std::partial_sort(candidates_.begin(), candidates_.begin() + long(wanted), candidates_.end(), better);
-      for (size_t i = 0; i < wanted; ++i)
-        result.logprobs.push_back({candidates_[i].second, float(double(candidates_[i].first) - log_total), int32_t(i + 1)});
-    }
-  }
+  check_logits(logits, c.vocab_size);
   // What is changed below is kept, since the sampled token's log-probability is the model's own.
   std::vector<std::pair<int32_t, float>> changed;
   auto change = [&](int32_t id, float value) {
@@ -120,15 +149,12 @@ Sample Sampler::sample(float* logits) {
   if (position_ < uint64_t(c.min_tokens))
     for (int32_t id : c.stop_token_ids) change(id, -std::numeric_limits<float>::infinity());
 
+  Sample result;
   result.token_id = draw(logits);
   if (result.token_id < 0) throw std::runtime_error("no token is left to sample");
-
   if (c.num_logprobs >= 0) {
     for (auto it = changed.rbegin(); it != changed.rend(); ++it) logits[it->first] = it->second;
-    const float own = logits[result.token_id];
-    int32_t rank = 1;
-    for (int i = 0; i < n; ++i) rank += logits[i] > own || (logits[i] == own && i < result.token_id);
-    result.logprobs.insert(result.logprobs.begin(), {result.token_id, float(double(own) - log_total), rank});
+    result.logprobs = log_probabilities(logits, c.vocab_size, result.token_id, c.num_logprobs);
   }
   if (penalised) ++counts_[result.token_id];
   ++position_;

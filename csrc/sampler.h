@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -33,9 +34,16 @@ struct Logprob {
 };
 
 struct Sample {
-  int32_t token_id = 0;
+  int32_t token_id = -1;
   std::vector<Logprob> logprobs;  // the sampled token first, then the best ones
+  std::string error;              // why there is no token
 };
+
+// Throws runtime_error when not all n logits are finite numbers.
+void check_logits(const float* logits, int n);
+
+// The entry of token_id, then the num_best most likely tokens.
+std::vector<Logprob> log_probabilities(const float* logits, int n, int32_t token_id, int num_best);
 
 class Sampler {
  public:
@@ -43,7 +51,7 @@ class Sampler {
 
   // Picks the next token from logits [vocab_size], which it may change, and counts it.
   // The choice depends on the logits, the seed and how many tokens came before: never on other requests.
-  // Throws runtime_error when the logits are not numbers.
+  // Throws runtime_error when the logits are not finite numbers, or all tokens are banned.
   Sample sample(float* logits);
 
  private:

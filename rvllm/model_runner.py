@@ -102,8 +102,10 @@ class ModelRunner:
         *arrays, sampling = _batch.fill(scheduled, self.block_size)
         samplers = [scheduled[i][0].sampler for i in sampling]
         return [
-            SampledToken(token_id, None if logprobs is None else {i: (p, rank) for i, p, rank in logprobs})
-            for token_id, logprobs in self._model.step(_core.StepArrays(*arrays), samplers)
+            SampledToken(
+                token_id, None if logprobs is None else {i: (p, rank) for i, p, rank in logprobs}, error
+            )
+            for token_id, logprobs, error in self._model.step(_core.StepArrays(*arrays), samplers)
         ]
 
     def get_logits(

@@ -166,12 +166,6 @@ def test_no_alternatives_leave_the_sampled_token() -> None:
     assert sampler(temperature=0.0).sample(LOGITS)[1] == []
 
 
-def test_logits_that_are_no_numbers_are_an_error() -> None:
-    for value in (np.nan, np.inf):
-        with pytest.raises(RuntimeError, match="not finite"):
-            draw(np.full(VOCAB, value, np.float32))
-
-
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:
     for setting in ({"logit_bias": [(VOCAB, 1.0)]}, {"stop_token_ids": [-1]}, {"prompt_token_ids": [VOCAB]}):
         with pytest.raises(ValueError, match="outside the vocabulary of 1000"):

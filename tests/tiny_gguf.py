@@ -67,14 +67,16 @@ def write_tiny_model(
     sliding_window: int = 0,
     context_length: int = 512,
     seed: int = 0,
+    poisoned_token: int | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> None:
     """Write a random llama, qwen2, qwen3 or gemma3 model; the same arguments give the same bytes.
 
     quant: the type of all matrices, or types by the first pattern that matches a tensor's name, as in
     {"*.ffn_down.*": "Q6_K", "*": "Q4_K"}; the rest is F32. hidden and ff default to 64 and 96, with K-quants
-    to 256 and 512. qkv_bias defaults to what the architecture has. sliding_window is for gemma3. metadata
-    adds keys or replaces them. Raises ValueError when the blocks of a type do not divide a matrix.
+    to 256 and 512. qkv_bias defaults to what the architecture has. sliding_window is for gemma3.
+    poisoned_token: one element of its embedding, which must be F32, is NaN. metadata adds keys or replaces
+    them. Raises ValueError when the blocks of a type do not divide a matrix.
     """
     patterns = {"*": quant} if isinstance(quant, str) else quant
     is_super = any(gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == gguf.QK_K for name in patterns.values())
@@ -96,6 +98,11 @@ def write_tiny_model(
 
     spread = EMBEDDING_SPREAD / (math.sqrt(hidden) if gemma else 1.0)
     matrix("token_embd.weight", vocab, hidden, spread)
+    if poisoned_token is not None:
+        name, shape, kind, data = tensors.pop()
+        table = np.frombuffer(data, "<f4").reshape(shape).copy()
+        table[poisoned_token, 3] = np.nan
+        tensors.append((name, shape, kind, table.tobytes()))
     for layer in range(layers):
         blk = f"blk.{layer}"
         vector(f"{blk}.attn_norm.weight", hidden)

@@ -13,10 +13,11 @@ inline void store_partial(float* p, Vec a, int n) {
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
 }
 
-// exp within 1.2e-7 relative; exactly 0 below -87, where float32 nears its subnormals.
+// exp within 1.2e-7 relative; exactly 0 from -87 down, where float32 nears its subnormals. NaN stays NaN, for which the
+// order of arguments matters: min and max give the second one where either is NaN.
 inline Vec exp(Vec x) {
   const Vec lowest = set1(-87.0f);
-  const Vec clamped = min(max(x, lowest), set1(88.0f));
+  const Vec clamped = min(set1(88.0f), max(lowest, x));
   const Vec n = round(mul(clamped, set1(1.44269504088896341f)));
   Vec r = fma(n, set1(-0.693359375f), clamped);
   r = fma(n, set1(2.12194440e-4f), r);
@@ -27,7 +28,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, mul(r, r), add(r, set1(1.0f)));
-  return select_ge(x, lowest, mul(p, pow2(n)), set1(0.0f));
+  return select_ge(lowest, x, set1(0.0f), mul(p, pow2(n)));
 }
 
 inline float exp(float x) {
@@ -88,14 +89,19 @@ void scale_by(float* x, float factor, int n) {
   for (int i = 0; i < n; ++i) x[i] *= factor;
 }
 
+// Saturates beyond f16; what is no finite number becomes NaN, so that nobody who attends to it overlooks it.
+inline Vec storable(Vec x) {
+  const Vec saturated = min(max(x, set1(-65504.0f)), set1(65504.0f));
+  return select_ge(set1(3.40282347e38f), abs(x), saturated, set1(__builtin_nanf("")));
+}
+
 void store_kv(const float* k, const float* v, int head_dim, int block_size, int slot, uint16_t* k_block,
               uint16_t* v_block) {
-  const Vec largest = set1(65504.0f), smallest = set1(-65504.0f);
   for (int d = 0; d < head_dim; d += 16) {
     const int n = head_dim - d < 16 ? head_dim - d : 16;
     uint16_t halves[32];
-    store_f16(halves, min(max(load_partial(k + d, n, 0.0f), smallest), largest));
-    store_f16(halves + 16, min(max(load_partial(v + d, n, 0.0f), smallest), largest));
+    store_f16(halves, storable(load_partial(k + d, n, 0.0f)));
+    store_f16(halves + 16, storable(load_partial(v + d, n, 0.0f)));
     for (int i = 0; i < n; ++i) {
       k_block[int64_t(d + i) * block_size + slot] = halves[i];
       v_block[int64_t(slot) * head_dim + d + i] = halves[16 + i];

@@ -81,7 +81,8 @@ struct Kernels {
   // One row of a weight as floats [K].
   void (*unpack_row[kNumPackedTypes])(const UnpackRowArgs& args, float* out);
 
-  // Row t of x ([T, K], stride x_stride) to int8 blocks, for t in [begin, end).
+  // Row t of x ([T, K], stride x_stride) to int8 blocks, for t in [begin, end). The scale of a block that holds an infinity
+  // or NaN is NaN.
   void (*quantize_rows)(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end);
 
   // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] over n elements; out may be x. arXiv:1910.07467
@@ -98,7 +99,8 @@ struct Kernels {
 
   void (*scale)(float* x, float factor, int n);  // x *= factor
 
-  // Writes one head's K and V (D floats each) at offset `slot` of a block; values beyond f16 saturate.
+  // Writes one head's K and V (D floats each) at offset `slot` of a block; values beyond f16 saturate,
+  // infinities and NaN are NaN.
   void (*store_kv)(const float* k, const float* v, int head_dim, int block_size, int slot, uint16_t* k_block,
                    uint16_t* v_block);
 

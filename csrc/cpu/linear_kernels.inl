@@ -235,17 +235,17 @@ void quantize_rows(const float* x, int64_t x_stride, int k, const QuantizedRows&
     for (int b = 0; b < row_blocks; ++b) {
       const float* p = x + t * x_stride + 32 * b;
       const Vec low = load(p), high = load(p + 16);
-      const float largest = reduce_max(max(abs(low), abs(high)));
+      const float largest = reduce_max_abs(low, high);
       const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
       int8_t* q = out.q + int64_t(t) * k + 32 * b;
-      // The bounds only matter for infinities and NaN, which have no integer.
+      // The bounds only matter for infinities and NaN, which have no integer: the scale passes them on.
       const auto codes = [&](Vec v) { return min(max(round(mul(v, set1(inverse))), set1(-127.0f)), set1(127.0f)); };
       const Vec low_codes = codes(low), high_codes = codes(high);
       store_i8(q, low_codes);
       store_i8(q + 16, high_codes);
       const int32_t sum[2] = {int32_t(reduce_add(low_codes)), int32_t(reduce_add(high_codes))};  // exact
       const int64_t at = int64_t(t) * row_blocks + b;
-      out.scale[at] = largest / 127.0f;
+      out.scale[at] = largest <= 3.40282347e38f ? largest / 127.0f : __builtin_nanf("");
       out.sum[at] = sum[0] + sum[1];
       out.half_sum[2 * at] = sum[0];
       out.half_sum[2 * at + 1] = sum[1];

@@ -60,6 +60,14 @@ inline float reduce_max(Vec a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
+inline float reduce_max_abs(Vec a, Vec b) {
+  const __m512i sixteen = _mm512_max_epi32(_mm512_castps_si512(abs(a)), _mm512_castps_si512(abs(b)));
+  const __m256i eight = _mm256_max_epi32(_mm512_castsi512_si256(sixteen), _mm512_extracti32x8_epi32(sixteen, 1));
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+
 inline IVec iset1(int32_t a) { return _mm512_set1_epi32(a); }
 inline IVec iload(const int32_t* p) { return _mm512_loadu_si512(p); }
 inline IVec iadd(IVec a, IVec b) { return _mm512_add_epi32(a, b); }

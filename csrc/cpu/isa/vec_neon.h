@@ -77,6 +77,15 @@ inline float reduce_max(Vec a) {
   return vgetq_lane_f32(max(two, vextq_f32(two, two, 1)), 0);
 }
 
+inline float reduce_max_abs(Vec a, Vec b) {
+  uint32x4_t largest = vdupq_n_u32(0);
+  for (int i = 0; i < 4; ++i) {
+    largest = vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(a.v[i])));
+    largest = vmaxq_u32(largest, vreinterpretq_u32_f32(vabsq_f32(b.v[i])));
+  }
+  return vgetq_lane_f32(vreinterpretq_f32_u32(vdupq_n_u32(vmaxvq_u32(largest))), 0);
+}
+
 inline IVec iset1(int32_t a) { return iquarters([=](int) { return vdupq_n_s32(a); }); }
 inline IVec iload(const int32_t* p) { return iquarters([=](int i) { return vld1q_s32(p + 4 * i); }); }
 inline IVec iadd(IVec a, IVec b) { return iquarters([=](int i) { return vaddq_s32(a.v[i], b.v[i]); }); }

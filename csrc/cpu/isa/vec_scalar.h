@@ -26,11 +26,11 @@ inline Vec round(Vec a) { RVLLM_LANES(__builtin_rintf(a.v[i])); }  // to nearest
 inline Vec select_ge(Vec a, Vec b, Vec yes, Vec no) { RVLLM_LANES(a.v[i] >= b.v[i] ? yes.v[i] : no.v[i]); }
 #undef RVLLM_LANES
 
-// 2^n for whole n in [-126, 127].
+// 2^n for whole n in [-126, 127]; of NaN, 1.
 inline Vec pow2(Vec n) {
   Vec out;
   for (int i = 0; i < 16; ++i) {
-    const int32_t bits = (int32_t(n.v[i]) + 127) << 23;
+    const int32_t bits = ((n.v[i] == n.v[i] ? int32_t(n.v[i]) : 0) + 127) << 23;
     __builtin_memcpy(&out.v[i], &bits, 4);
   }
   return out;
@@ -71,6 +71,20 @@ inline float reduce_max(Vec a) {
   for (int span = 8; span > 0; span /= 2)
     for (int i = 0; i < span; ++i) a.v[i] = a.v[i] > a.v[i + span] ? a.v[i] : a.v[i + span];
   return a.v[0];
+}
+
+// The largest |lane| of a and b, NaN if one of them is: as integers, magnitudes are in order and NaN is above all.
+inline float reduce_max_abs(Vec a, Vec b) {
+  int32_t largest = 0;
+  for (int i = 0; i < 32; ++i) {
+    int32_t bits;
+    __builtin_memcpy(&bits, i < 16 ? &a.v[i] : &b.v[i - 16], 4);
+    bits &= 0x7fffffff;
+    largest = bits > largest ? bits : largest;
+  }
+  float f;
+  __builtin_memcpy(&f, &largest, 4);
+  return f;
 }
 
 inline IVec iset1(int32_t a) {

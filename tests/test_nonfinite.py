@@ -1,0 +1,106 @@
+"""What is no finite number never passes for one: it reaches the logits, and ends its own request with an error."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as GGMLType
+from numpy.typing import NDArray
+from random_weights import random_weights
+from tiny_gguf import VOCAB, write_tiny_model
+
+from rvllm import LLM, SamplingParams, _core
+from rvllm._core import ops
+
+ISAS = _core.available_isas()
+POISON = VOCAB  # a token of the poisoned models whose embedding holds one NaN
+
+Array = NDArray[np.float32]
+
+
+def normal(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "F16", "F32"])
+def test_linear_passes_on_any_element(isa: str, value: float, name: str) -> None:
+    kind, n, k, rows = GGMLType[name], 20, 256, 256
+    weight = random_weights(kind, n, k, 0.1, np.random.default_rng(0)).tobytes()
+    backend = _core.CpuBackend(1, isa)
+    x = normal(2 * rows, k)
+    expected = ops.linear(backend, int(kind), n, weight, x)
+    x[np.arange(rows) * 2, np.arange(rows)] = value  # every second row, each at another element
+    out = ops.linear(backend, int(kind), n, weight, x)
+    assert not np.isfinite(out[::2]).any()
+    np.testing.assert_array_equal(out[1::2], expected[1::2])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_attention_passes_on_any_element(isa: str, value: float, which: str) -> None:
+    context, heads, dim = 300, 2, 40
+    backend = _core.CpuBackend(1, isa)
+    slots = np.arange(context)
+    for at in (0, 17, 255, 256, 299):
+        for d in (0, 15, 39):
+            arrays = {name: normal(context, heads * dim, seed=i) for i, name in enumerate("qkv")}
+            arrays[which][at, dim + d] = value  # in the second head
+            out = ops.attention(
+                backend, *arrays.values(), slots, slots, np.array([0, context]), np.array([context]),
+                np.arange(-(-context // 16))[None], 20, 16, heads, heads,
+            )  # fmt: skip
+            out = out.reshape(context, heads, dim)
+            assert np.isfinite(out[:, 0]).all()
+            seen = out[at : at + 1, 1] if which == "q" else out[at:, 1]
+            assert not np.isfinite(seen[:, d] if which == "v" else seen).any()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_elementwise_operations_pass_on_any_element(isa: str) -> None:
+    n = 50
+    backend, one, poison = _core.CpuBackend(1, isa), normal(n, n), normal(n, n, seed=1)
+    np.fill_diagonal(poison, np.nan)
+    assert np.isnan(np.diag(ops.add(backend, one, poison))).all()
+    assert np.isnan(ops.rms_norm(backend, poison, np.ones(n, np.float32), 1e-5)).all()
+    for gelu in (False, True):
+        for gate_up in (np.hstack([poison, one]), np.hstack([one, poison])):
+            assert np.isnan(np.diag(ops.gated_activation(backend, gate_up, gelu))).all()
+
+
+def test_the_sampler_finds_any_logit() -> None:
+    for value in (np.nan, np.inf, -np.inf):
+        for at in (0, 15, 16, 30, 36):
+            logits = normal(37)
+            logits[at] = value
+            with pytest.raises(RuntimeError, match="the model's logits are not finite numbers"):
+                _core.Sampler(vocab_size=37, temperature=0.0).sample(logits)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    ("arch", "quant", "more"),
+    [("llama", "Q8_0", {}), ("gemma3", "Q4_0", {"layers": 3, "sliding_window": 8}), ("qwen3", "F16", {})],
+)
+def test_only_the_request_that_meets_it_ends(
+    tmp_path: Path, isa: str, arch: str, quant: str, more: dict[str, int]
+) -> None:
+    path = tmp_path / "poisoned.gguf"
+    write_tiny_model(
+        path, arch, {"token_embd*": "F32", "*": quant}, vocab=VOCAB + 1, tied=False, poisoned_token=POISON, **more
+    )  # fmt: skip
+    llm = LLM(path, isa=isa, num_blocks=64)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    healthy = [[1, 2, 3], list(range(40)), [7] * 17]
+    expected = [output.outputs for output in llm.generate(healthy, params)]
+    sick = [POISON, *range(1, 7)]  # the last token computed is another one, and sees it in the cache
+    for prompts, ends in (([*healthy, sick], 3), ([sick, *healthy], 0)):
+        outputs = llm.generate(prompts, params)
+        bad = outputs.pop(ends).outputs[0]
+        assert (bad.finish_reason, bad.token_ids, bad.text) == ("error", [], "")
+        assert bad.error == "the model's logits are not finite numbers"
+        assert [output.outputs for output in outputs] == expected
+    assert llm.engine.stats.free_blocks == 64
+    llm.engine.scheduler.check_integrity()
