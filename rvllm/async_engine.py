@@ -195,12 +195,12 @@ class AsyncEngine:
         stream = self._open(request_id, params.n)
         timer: asyncio.TimerHandle | None = None
         try:
+            # All that wait age at the same rate, so their order is known when they arrive.
+            late = (stream.arrival - self._start_time) / self._aging_seconds
             group = await stream.loop.run_in_executor(
-                self._workers, self.engine.prepare, request_id, prompt, params
+                self._workers, self.engine.prepare, request_id, prompt, params, 0, priority + late
             )
-            age = (stream.arrival - self._start_time) / self._aging_seconds
-            # Every waiting request ages at the same rate, so their order is known when they arrive.
-            self._post(partial(self._submit, stream, group, priority + age))
+            self._post(partial(self._submit, stream, group))
             if timeout is not None:
                 expire = partial(self._post_abort, stream, "timeout")
                 timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
@@ -384,10 +384,10 @@ class AsyncEngine:
         if is_busy and self._observer is not None:
             self._observer.on_step(self._stats)
 
-    def _submit(self, stream: _Stream, group: RequestGroup, priority: float) -> None:
+    def _submit(self, stream: _Stream, group: RequestGroup) -> None:
         if stream.is_closed:
             return
-        self.engine.submit(group, priority)
+        self.engine.submit(group)
         if stream.abort_reason is not None:
             self._abort(stream, stream.abort_reason)
 

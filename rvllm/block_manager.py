@@ -37,6 +37,11 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_allocations = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Takes all blocks back and forgets what they hold, whatever state an interrupted call has left."""
+        num_blocks = self.num_blocks
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # reused from the front
         self._index: dict[BlockKey, int] = {}

@@ -7,16 +7,18 @@ and the tokens that were sampled become text.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rvllm.block_manager import BlockManager
 from rvllm.request import CompletionOutput, Request, RequestOutput, SampledToken
-from rvllm.request_group import Choice, RequestGroup
+from rvllm.request_group import RequestGroup
 from rvllm.sampling_params import SamplingParams
 from rvllm.scheduler import Scheduler, SchedulerOutput
 
@@ -61,10 +63,12 @@ class EngineStats:
     """
 
     steps: int = 0
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # computed, also anew after a preemption
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    prompt_tokens: int = 0  # of the prompts that have run, computed or from the cache
+    generation_tokens: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # of those, tokens found
     allocated_blocks: int = 0  # blocks ever taken from the pool
@@ -73,6 +77,11 @@ class EngineStats:
     num_waiting: int = 0
     free_blocks: int = 0
     num_blocks: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests hold, from 0 to 1."""
+        return 1 - self.free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 class LLMEngine:
@@ -100,8 +109,9 @@ class LLMEngine:
         self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
         self._request_numbers = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
-        self._choices: dict[Request, Choice] = {}
-        self._stats = EngineStats()
+        self._outputs: list[RequestOutput] = []  # of requests without an inbox
+        self._steps = self._prefill_tokens = self._decode_tokens = self._generation_tokens = 0
+        self._prefill_seconds = self._decode_seconds = 0.0
 
     def add_request(
         self,
@@ -109,13 +119,14 @@ class LLMEngine:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         arrival_step: int = 0,
+        priority: float = 0,
     ) -> None:
         """Queues a prompt (text or token ids). Raises ValueError as prepare() does, and for an id in use.
 
         arrival_step: the number of steps from now until the request joins; steps in which nothing would run
-        are skipped.
+        are skipped. priority: the lowest is served first.
         """
-        self.submit(self.prepare(request_id, prompt, params, arrival_step))
+        self.submit(self.prepare(request_id, prompt, params, arrival_step, priority))
 
     def prepare(
         self,
@@ -123,6 +134,7 @@ class LLMEngine:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         arrival_step: int = 0,
+        priority: float = 0,
     ) -> RequestGroup:
         """Encodes and checks a request without queueing it.
 
@@ -132,6 +144,12 @@ class LLMEngine:
         params = params or SamplingParams()
         if isinstance(arrival_step, bool) or not isinstance(arrival_step, int) or arrival_step < 0:
             raise ValueError(f"arrival_step must be an integer from 0 on, got {arrival_step!r}")
+        if (
+            isinstance(priority, bool)
+            or not isinstance(priority, (int, float))
+            or not math.isfinite(priority)
+        ):
+            raise ValueError(f"priority must be a number, got {priority!r}")
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt, parse_special=True)
         elif isinstance(prompt, Iterable):
@@ -158,19 +176,21 @@ class LLMEngine:
         for index in range(params.n):
             sampler = self.runner.make_sampler(params, token_ids, stop_token_ids, seed, index)
             requests.append(
-                Request(request_id, token_ids, params, max_num_tokens, arrival_step, index, sampler)
+                Request(request_id, token_ids, params, max_num_tokens, arrival_step, index, sampler, priority)
             )
         return RequestGroup(text, requests, self.tokenizer)
 
-    def submit(self, group: RequestGroup, priority: float = 0.0) -> None:
-        """Queues a prepared request; the lowest priority is served first. Raises ValueError if its id is in use."""
+    def submit(self, group: RequestGroup, inbox: deque[RequestOutput | BaseException] | None = None) -> None:
+        """Queues a prepared request. Raises ValueError if its id is in use.
+
+        inbox: gets the outputs, or the error of the step that dropped the request, whoever calls advance().
+        """
         if group.request_id in self._groups:
             raise ValueError(f"request_id {group.request_id!r} is in use")
         self._groups[group.request_id] = group
+        group.inbox = inbox
         for choice in group.choices:
-            self._choices[choice.request] = choice
             choice.request.arrival_step += self.scheduler.step
-            choice.request.priority = priority
             self.scheduler.add(choice.request)
 
     def abort(self, request_id: str, finish_reason: str = "abort") -> RequestOutput | None:
@@ -181,21 +201,29 @@ class LLMEngine:
         group = self._groups.pop(request_id, None)
         if group is None:
             return None
-        completions = []
+        output = group.output([])
+        output.outputs, output.finished = group.end(finish_reason), True
         for choice in group.choices:
-            if self._choices.pop(choice.request, None):
-                completions.append(choice.end(finish_reason))
-                self.scheduler.finish(choice.request)
-        return group.output(completions)
+            self.scheduler.finish(choice.request)
+        if group.inbox is not None:
+            group.inbox.append(output)
+        return output
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        """Whether step() has anything left to do or to return."""
+        return self.scheduler.has_unfinished or bool(self._outputs)
 
     @property
     def stats(self) -> EngineStats:
-        return replace(
-            self._stats,
+        return EngineStats(
+            steps=self._steps,
+            prefill_tokens=self._prefill_tokens,
+            prefill_seconds=self._prefill_seconds,
+            decode_tokens=self._decode_tokens,
+            decode_seconds=self._decode_seconds,
+            prompt_tokens=self.scheduler.num_prompt_tokens,
+            generation_tokens=self._generation_tokens,
             prefix_queries=self.scheduler.prefix_queries,
             prefix_hits=self.scheduler.prefix_hits,
             allocated_blocks=self.block_manager.num_allocations,
@@ -209,17 +237,32 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Computes one step; returns what is new: for each choice that sampled, its token and certain text.
 
-        Whatever fails, no request is left half-updated: all are dropped, the error goes on to the caller, and
-        the engine takes new requests.
+        Raises as advance() does.
         """
-        if not self.has_unfinished:
-            return []
+        self.advance()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def advance(self) -> None:
+        """Computes one step. Outputs go to the inboxes of their requests, or wait for step().
+
+        If the step fails, the requests that took part in it are dropped, the others go on, and so does the error. An
+        interrupt (KeyboardInterrupt) drops all. No request is left half-updated.
+        """
+        if not self.scheduler.has_unfinished:
+            return
+        step: SchedulerOutput | None = None
         try:
-            return self._step()
-        except BaseException:
-            self._groups.clear()
-            self._choices.clear()
-            self.scheduler.reset()
+            step = self.scheduler.schedule()
+            start = time.perf_counter()
+            tokens = self.runner.run(step.scheduled)
+            self._count(step, len(tokens), time.perf_counter() - start)
+            self._append(step, tokens)
+        except Exception as error:
+            self._drop(step, error)
+            raise
+        except BaseException as error:
+            self._drop(None, error)
             raise
 
     def get_logits(self, token_ids: Sequence[int], first: int = 0) -> NDArray[np.float32]:
@@ -242,35 +285,50 @@ class LLMEngine:
         finally:
             self.block_manager.free(block_table)
 
-    def _step(self) -> list[RequestOutput]:
-        step = self.scheduler.schedule()
-        start = time.perf_counter()
-        tokens = self.runner.run(step.scheduled)
-        self._count(step, time.perf_counter() - start)
-        completions: dict[str, list[CompletionOutput]] = {}
+    def _append(self, step: SchedulerOutput, tokens: list[SampledToken]) -> None:
+        """Gives each request that has sampled its token, and everybody their outputs."""
+        completions: dict[RequestGroup, list[CompletionOutput]] = {}
         for request, token in zip(self.scheduler.update(step), tokens, strict=True):
-            choice = self._choices[request]
-            completion = choice.append(token) if token.error is None else choice.end("error", token.error)
-            completions.setdefault(request.request_id, []).append(completion)
-            if completion.is_finished:
-                del self._choices[request]
+            group = self._groups[request.request_id]
+            completion = group.append(request, token)
+            completions.setdefault(group, []).append(completion)
+            if completion.finish_reason is not None:
                 self.scheduler.finish(request)
-        outputs = [self._groups[request_id].output(new) for request_id, new in completions.items()]
-        for output in outputs:
+        for group, new in completions.items():
+            output = group.output(new)
             if output.finished:
                 del self._groups[output.request_id]
-        return outputs
+            if group.inbox is None:
+                self._outputs.append(output)
+            else:
+                group.inbox.append(output)
 
-    def _count(self, step: SchedulerOutput, seconds: float) -> None:
-        stats, prefill, decode = self._stats, step.num_prefill_tokens, step.num_decode_tokens
-        self._stats = replace(
-            stats,
-            steps=stats.steps + 1,
-            prefill_tokens=stats.prefill_tokens + prefill,
-            decode_tokens=stats.decode_tokens + decode,
-            prefill_seconds=stats.prefill_seconds + seconds * prefill / (prefill + decode),
-            decode_seconds=stats.decode_seconds + seconds * decode / (prefill + decode),
-        )
+    def _drop(self, step: SchedulerOutput | None, error: BaseException) -> None:
+        """Drops the requests of a step that failed, or all where it is not known which it has touched."""
+        if step is None:
+            dropped = list(self._groups.values())
+            self._groups.clear()
+            self.scheduler.reset()
+        else:
+            request_ids = dict.fromkeys(request.request_id for request, _ in step.scheduled)
+            dropped = [
+                self._groups.pop(request_id) for request_id in request_ids if request_id in self._groups
+            ]
+            for choice in (choice for group in dropped for choice in group.choices):
+                self.scheduler.finish(choice.request)
+            self.block_manager.forget_prefixes()  # some of the step's blocks may lack their content
+        for group in dropped:
+            if group.inbox is not None:
+                group.inbox.append(error)
+
+    def _count(self, step: SchedulerOutput, num_sampled: int, seconds: float) -> None:
+        prefill, decode = step.num_prefill_tokens, step.num_decode_tokens
+        self._steps += 1
+        self._generation_tokens += num_sampled
+        self._prefill_tokens += prefill
+        self._decode_tokens += decode
+        self._prefill_seconds += seconds * prefill / (prefill + decode)
+        self._decode_seconds += seconds * decode / (prefill + decode)
 
     def _checked_ids(self, name: str, token_ids: Iterable[object]) -> list[int]:
         vocab_size = self.runner.vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ FEW_PROMPTS = 4  # no progress bar up to here
 
 
 class LLM:
-    """Loads a GGUF model and answers prompts. For one thread at a time.
+    """Loads a GGUF model and answers prompts. Several threads may call it: their requests run together.
 
     model: a path, a name or source that `rvllm pull` takes, or None for the default model.
     tokenizer: a tokenizer.json to use instead of the one in the model file.
@@ -91,7 +92,8 @@ class LLM:
             runner = ModelRunner(gguf, model_config, engine_config)
         self.engine = LLMEngine(model_config, engine_config, self.tokenizer, runner)
         self._request_numbers = itertools.count()
-        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._lock = threading.Lock()  # held while the engine is used
+        self._abandoned: deque[str] = deque()  # requests to abort when it is free
 
     def generate(
         self,
@@ -99,26 +101,29 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         arrival_steps: Sequence[int] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers prompts (text or token ids), all of them at a time; results are in the order of the prompts.
 
         sampling_params: one for all, or one for each prompt. arrival_steps: for each prompt, the step from now
         in which it joins. use_tqdm: show a progress bar, if standard error is a terminal and prompts are many.
+        priority: for each prompt; the lowest is served first, and of equals the one that came first.
         Raises ValueError, before anything runs, for a bad prompt, naming its index.
         """
-        return self._collect(self._prepare(prompts, sampling_params, arrival_steps), use_tqdm)
+        return self._collect(self._prepare(prompts, sampling_params, arrival_steps, priority), use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         arrival_steps: Sequence[int] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """As generate(), but yields what is new as it comes; request_id is the index of the prompt.
 
         The prompts are checked at once and run as the iterator is read; closing it drops what is unfinished.
         """
-        return self._follow(self._prepare(prompts, sampling_params, arrival_steps))
+        return self._follow(self._prepare(prompts, sampling_params, arrival_steps, priority))
 
     def chat(
         self,
@@ -154,28 +159,32 @@ class LLM:
 
         Raises ValueError on bad ids, and for more of them than the context or the free KV cache holds.
         """
-        return self.engine.get_logits(token_ids, first)
+        with self._engine_lock():
+            return self.engine.get_logits(token_ids, first)
 
     def _prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         arrival_steps: Sequence[int] | None,
+        priority: Sequence[int] | None,
     ) -> list[RequestGroup]:
         prompt_list = [_plain(prompt) for prompt in _as_list(prompts)]
         count = len(prompt_list)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * count
         arrival_steps = [0] * count if arrival_steps is None else arrival_steps
-        for name, values in (("sampling_params", sampling_params), ("arrival_steps", arrival_steps)):
+        priority = [0] * count if priority is None else priority
+        lists = {"sampling_params": sampling_params, "arrival_steps": arrival_steps, "priority": priority}
+        for name, values in lists.items():
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
         groups = []
-        for i, (prompt, params, step) in enumerate(
-            zip(prompt_list, sampling_params, arrival_steps, strict=True)
+        for i, arguments in enumerate(
+            zip(prompt_list, sampling_params, arrival_steps, priority, strict=True)
         ):
             try:
-                groups.append(self.engine.prepare(f"llm-{next(self._request_numbers)}", prompt, params, step))
+                groups.append(self.engine.prepare(f"llm-{next(self._request_numbers)}", *arguments))
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from None
         return groups
@@ -183,30 +192,55 @@ class LLM:
     def _follow(self, groups: Sequence[RequestGroup]) -> Iterator[RequestOutput]:
         """Runs the engine until all groups are finished; yields their outputs, with the index as request_id.
 
-        Several may be followed in turn: each step's outputs go to the inbox of whoever follows the request.
+        Several may be followed in turn or by several threads: a step brings all of them on.
         """
-        inbox: deque[RequestOutput] = deque()
+        inbox: deque[RequestOutput | BaseException] = deque()
         index_of = {group.request_id: i for i, group in enumerate(groups)}
         try:
-            for group in groups:
-                self._inboxes[group.request_id] = inbox
-                self.engine.submit(group)
+            with self._engine_lock():
+                for group in groups:
+                    self.engine.submit(group, inbox)
             while index_of:
                 while not inbox:
-                    if not self.engine.has_unfinished:
-                        raise RuntimeError("the requests were dropped when a step of others failed")
-                    for output in self.engine.step():
-                        self._inboxes[output.request_id].append(output)
+                    self._advance(inbox)
                 output = inbox.popleft()
+                if isinstance(output, BaseException):
+                    raise RuntimeError("the requests were dropped when a step of others failed") from output
                 request_id = output.request_id
                 output.request_id = str(index_of[request_id])
                 if output.finished:
-                    del index_of[request_id], self._inboxes[request_id]
+                    del index_of[request_id]
                 yield output
         finally:
-            for request_id in index_of:
-                self.engine.abort(request_id)
-                self._inboxes.pop(request_id, None)
+            # The garbage collector may close a dropped stream at any time, even in the middle of a step.
+            self._abandoned.extend(index_of)
+            self._abort_abandoned()
+
+    def _advance(self, inbox: deque[RequestOutput | BaseException]) -> None:
+        """Runs a step, unless another thread's has just filled the inbox."""
+        with self._engine_lock():
+            if inbox:
+                return
+            if not self.engine.has_unfinished:
+                raise RuntimeError("the requests are gone: llm.engine was reset")
+            self.engine.advance()
+
+    @contextmanager
+    def _engine_lock(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._abort_abandoned()
+
+    def _abort_abandoned(self) -> None:
+        """Aborts what nobody follows any more, or leaves that to whoever holds the engine."""
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                while self._abandoned:
+                    self.engine.abort(self._abandoned.popleft())
+            finally:
+                self._lock.release()
 
     def _collect(self, groups: Sequence[RequestGroup], use_tqdm: bool) -> list[RequestOutput]:
         results = [group.empty_output() for group in groups]

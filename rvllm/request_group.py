@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -70,25 +71,42 @@ class Choice:
 
 
 class RequestGroup:
-    """The n choices of one prompt. prompt: its text, None where it was given as token ids."""
+    """The n choices of one prompt. prompt: its text, None where it was given as token ids.
+
+    inbox: where the engine puts what is new, and the error of a step that failed; None to get it from step().
+    """
 
     def __init__(self, prompt: str | None, requests: Sequence[Request], tokenizer: Tokenizer) -> None:
         self.request_id = requests[0].request_id
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.choices = [Choice(request, tokenizer) for request in requests]
+        self.num_unfinished = len(requests)
+        self.inbox: deque[RequestOutput | BaseException] | None = None
+
+    def append(self, request: Request, token: SampledToken) -> CompletionOutput:
+        """Adds a token, or the reason why there is none, to the choice of request."""
+        choice = self.choices[request.index]
+        completion = choice.append(token) if token.error is None else choice.end("error", token.error)
+        if completion.finish_reason is not None:
+            self.num_unfinished -= 1
+        return completion
+
+    def end(self, finish_reason: str) -> list[CompletionOutput]:
+        """Ends all choices that are not finished."""
+        self.num_unfinished = 0
+        return [c.end(finish_reason) for c in self.choices if c.request.finish_reason is None]
 
     def empty_output(self) -> RequestOutput:
         """What the outputs of the group's steps can be added to."""
         return self.output([CompletionOutput(i, "", [], None, None) for i in range(len(self.choices))])
 
     def output(self, completions: list[CompletionOutput]) -> RequestOutput:
-        requests = [choice.request for choice in self.choices]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            num_cached_tokens=requests[0].num_cached_tokens,
+            num_cached_tokens=self.choices[0].request.num_cached_tokens,
             outputs=completions,
-            finished=all(request.is_finished for request in requests),
+            finished=self.num_unfinished == 0,
         )

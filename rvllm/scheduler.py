@@ -52,6 +52,7 @@ class Scheduler:
         self._num_seats = min(max_num_seqs, max_num_batched_tokens)
         self.step = 0
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0  # of the requests that have run; once for all choices of a prompt
         self.prefix_queries = 0  # prompt tokens looked up in the prefix cache
         self.prefix_hits = 0  # of those, tokens found
         self._num_added = 0
@@ -97,11 +98,12 @@ class Scheduler:
         self._num_unfinished -= 1
 
     def reset(self) -> None:
-        """Drops every request and the prefix cache."""
-        for request in [*self._running, *self._waiting, *(entry[2] for entry in self._future)]:
-            self.finish(request)
+        """Forgets every request and the prefix cache, whatever state an interrupted call has left."""
         self._future.clear()
-        self.block_manager.forget_prefixes()
+        self._waiting.clear()
+        self._running.clear()
+        self._num_unfinished = 0
+        self.block_manager.reset()
 
     def schedule(self) -> SchedulerOutput:
         """Chooses the tokens of the next step and gives them their blocks.
@@ -250,6 +252,7 @@ class Scheduler:
         request.num_computed_tokens = len(shared) * manager.block_size
         if request.num_preemptions == 0:
             request.num_cached_tokens = request.num_computed_tokens
+            self.num_prompt_tokens += request.num_prompt_tokens if request.index == 0 else 0
             self.prefix_queries += request.num_prompt_tokens
             self.prefix_hits += request.num_cached_tokens
         request.prefix = Prefix()

@@ -41,7 +41,7 @@ def generate(engine: LLMEngine, prompt: list[int] | str, **params: Any) -> Reque
 def assert_drained(engine: LLMEngine) -> None:
     stats = engine.stats
     assert (stats.num_running, stats.num_waiting, stats.free_blocks) == (0, 0, stats.num_blocks)
-    assert not engine._groups and not engine._choices
+    assert not engine._groups
     engine.scheduler.check_integrity()
 
 

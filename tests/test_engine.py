@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rvllm.engine import LLMEngine
+from rvllm.request import RequestOutput, SampledToken
 from rvllm.sampling_params import SamplingParams
 
 EOG = FakeTokenizer.eog_token_ids
+PIECE_A = FakeTokenizer().encode("a")[0]
 
 # Seeds and choices
 
@@ -152,6 +156,12 @@ def test_bad_params_for_the_vocabulary() -> None:
     assert_usable(engine)
 
 
+@pytest.mark.parametrize("priority", [None, True, "1", float("nan"), float("inf")])
+def test_bad_priority(priority: Any) -> None:
+    with pytest.raises(ValueError, match="priority must be a number"):
+        make_engine().add_request("a", [5], priority=priority)
+
+
 def test_bad_arrival_step_and_double_id() -> None:
     engine = make_engine()
     for step in (-1, 1.5, True, None):
@@ -206,13 +216,131 @@ def test_failed_step_leaves_a_usable_engine(error: type[BaseException], step: in
         return run_step(scheduled)
 
     engine.runner.run = fail  # type: ignore[method-assign]
+    took_part: set[str] = set()
+    schedule = engine.scheduler.schedule
+
+    def watched() -> Any:
+        output = schedule()
+        took_part.clear()
+        took_part.update(request.request_id for request, _ in output.scheduled)
+        return output
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(3)}
     with pytest.raises(error, match="the device is gone"):
-        run(engine)
+        while True:
+            for output in engine.step():
+                tokens[output.request_id] += output.outputs[0].token_ids
     engine.runner.run = run_step  # type: ignore[method-assign]
+    survivors = set(tokens) - took_part if error is RuntimeError else set()
+    assert engine._groups.keys() == survivors
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens[output.request_id] += output.outputs[0].token_ids
+    for i in survivors:
+        assert tokens[i] == tokens_alone(prompts[int(i)], 60)
     assert_usable(engine)
     output = generate(engine, prompts[0], max_tokens=9, ignore_eos=True)
-    assert output.num_cached_tokens == 0  # what the failed step was to fill is not found
+    if not survivors:
+        assert output.num_cached_tokens == 0  # what the failed step was to fill is not found
     assert output.outputs[0].token_ids == tokens_alone(prompts[0], 9)
+
+
+def test_step_that_is_interrupted_while_it_is_planned_leaks_nothing() -> None:
+    engine = make_engine()
+    engine.add_request("a", [5] * 30, SamplingParams(max_tokens=20, ignore_eos=True))
+    engine.step()
+    allocate = engine.block_manager.append
+
+    def interrupted(table: list[int], num_tokens: int) -> None:
+        allocate(table, num_tokens)
+        raise KeyboardInterrupt
+
+    engine.block_manager.append = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    engine.block_manager.append = allocate  # type: ignore[method-assign]
+    assert_usable(engine)
+
+
+def test_row_that_fails_ends_alone() -> None:
+    engine = make_engine()
+    for name in ("good", "bad"):
+        params = SamplingParams(temperature=0, n=1 + (name == "bad"), max_tokens=9, ignore_eos=True)
+        engine.add_request(name, [5, 6], params)
+    run_step = engine.runner.run
+
+    def spoil(scheduled: Any) -> Any:
+        tokens = run_step(scheduled)
+        if engine.stats.steps == 3:
+            tokens[-1] = SampledToken(-1, error="the logits are not finite")
+        return tokens
+
+    engine.runner.run = spoil  # type: ignore[method-assign]
+    results = run(engine)
+    good, bad = results["good"].outputs[0], results["bad"].outputs
+    assert (good.token_ids, good.finish_reason, good.error) == (tokens_alone([5, 6], 9), "length", None)
+    assert (bad[0].token_ids, bad[0].finish_reason) == (tokens_alone([5, 6], 9), "length")
+    assert (bad[1].token_ids, bad[1].finish_reason) == (tokens_alone([5, 6], 3), "error")
+    assert bad[1].error == "the logits are not finite"
+    assert results["bad"].finished
+    assert_usable(engine)
+
+
+def test_abort_returns_the_text_that_was_held_back() -> None:
+    engine = make_engine()
+    params = SamplingParams(temperature=0, stop="aab", logit_bias={PIECE_A: 100}, max_tokens=9)
+    engine.add_request("a", [5], params)
+    texts = [engine.step()[0].outputs[0].text for _ in range(3)]
+    output = engine.abort("a", "timeout")
+    assert output is not None and output.finished
+    assert output.outputs[0].finish_reason == "timeout"
+    assert ("".join(texts), output.outputs[0].text, output.outputs[0].token_ids) == ("a", "aa", [])
+    assert_usable(engine)
+
+
+def test_outputs_go_to_who_asked_whoever_runs_the_step() -> None:
+    engine = make_engine()
+    inbox: deque[RequestOutput | BaseException] = deque()
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    engine.submit(engine.prepare("inbox", [5], params), inbox=inbox)
+    engine.add_request("direct", [6], params)
+    engine.advance()
+    assert [output.request_id for output in inbox if isinstance(output, RequestOutput)] == ["inbox"]
+    assert [output.request_id for output in engine.step()] == ["direct", "direct"]
+    engine.advance()
+    assert engine.has_unfinished  # the last output has not been taken
+    (output,) = engine.step()
+    assert output.finished and not engine.has_unfinished
+    assert len(inbox) == 3
+    assert_usable(engine)
+
+
+def test_lower_priority_number_is_answered_first() -> None:
+    engine = make_engine(max_num_seqs=1)
+    for i, priority in enumerate((0.5, 0, -3)):
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        engine.add_request(str(i), [5], params, priority=priority)
+    finished = [output.request_id for output in iter_steps(engine) if output.finished]
+    assert finished == ["2", "1", "0"]
+
+
+def iter_steps(engine: LLMEngine) -> Iterator[RequestOutput]:
+    while engine.has_unfinished:
+        yield from engine.step()
+
+
+def test_stats_count_prompts_once_and_every_token() -> None:
+    engine = make_engine(num_blocks=20)
+    for i in range(3):
+        params = SamplingParams(n=2, seed=i, max_tokens=10, ignore_eos=True)
+        engine.add_request(str(i), [5 + i] * 10, params)
+    engine.step()
+    assert 0 < engine.stats.kv_cache_usage <= 1
+    list(iter_steps(engine))
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.kv_cache_usage) == (30, 60, 0.0)
 
 
 def test_logits_take_blocks_only_for_the_call() -> None:

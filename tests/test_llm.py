@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +54,7 @@ def answers(llm: LLM, prompts: Any, params: Any = GREEDY, **more: Any) -> list[t
 def assert_empty(llm: LLM) -> None:
     stats = llm.engine.stats
     assert (stats.num_running, stats.num_waiting, stats.free_blocks) == (0, 0, stats.num_blocks)
-    assert not llm._inboxes
+    assert not llm.engine._groups
     llm.engine.scheduler.check_integrity()
 
 
@@ -227,10 +230,92 @@ def test_failed_step_reaches_every_stream_and_leaves_a_usable_llm(
     with pytest.raises(RuntimeError, match="the device is gone"):
         llm.generate("again", GREEDY)
     monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="dropped"):
+    with pytest.raises(RuntimeError, match="dropped when a step of others failed"):
         next(other)
     assert_empty(llm)
     assert answers(llm, "again") == expected
+
+
+def test_engine_may_be_used_directly_beside_streams(llm: LLM) -> None:
+    expected = answers(llm, ["a", "b"])
+    stream = llm.stream("a", GREEDY)
+    outputs = [next(stream)]
+    llm.engine.add_request("direct", "b", GREEDY)
+    direct = [output for _ in range(6) for output in llm.engine.step()]  # brings the stream on as well
+    outputs += stream
+    while llm.engine.has_unfinished:
+        direct += llm.engine.step()
+    assert {output.request_id for output in direct} == {"direct"}
+    for got, want in zip((outputs, direct), expected, strict=True):
+        assert [i for output in got for i in output.outputs[0].token_ids] == want[0][1]
+    aborted = llm.stream("a", GREEDY)
+    next(aborted)
+    for request_id in list(llm.engine._groups):
+        llm.engine.abort(request_id)
+    assert [output.outputs[0].finish_reason for output in aborted][-1] == "abort"
+    assert_empty(llm)
+
+
+def test_dropped_streams_leave_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that the garbage collector finds in the middle of a step."""
+    endless = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    run_step = llm.engine.runner.run
+    cycles: list[Any] = []
+
+    def drop() -> None:
+        stream = llm.stream("dropped", endless)
+        next(stream)
+        cycles.append([stream])
+        cycles[-1].append(cycles[-1])
+        cycles.clear()
+
+    def collect(scheduled: Any) -> Any:
+        gc.collect()
+        return run_step(scheduled)
+
+    expected = answers(llm, "a")
+    gc.collect()
+    gc.disable()
+    try:
+        drop()
+        assert llm.engine.stats.num_running == 1
+        monkeypatch.setattr(llm.engine.runner, "run", collect)
+        assert answers(llm, "a") == expected
+    finally:
+        gc.enable()
+    assert_empty(llm)
+
+
+def test_threads_share_the_steps(llm: LLM) -> None:
+    prompts = [f"thread {i}" for i in range(6)]
+    expected = answers(llm, prompts)
+    steps = llm.engine.stats.steps
+    start = threading.Barrier(len(prompts))
+
+    def ask(prompt: str) -> Any:
+        start.wait()
+        return [answers(llm, prompt)[0] for _ in range(3)]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        assert list(threads.map(ask, prompts)) == [[answer] * 3 for answer in expected]
+    assert llm.engine.stats.steps - steps <= 3 * len(prompts) * 13
+    assert_empty(llm)
+
+
+def test_priority(llm: LLM, paths: dict[str, Path]) -> None:
+    one_at_a_time = make_llm(paths["llama"], max_num_seqs=1)
+    prompts = ["a", "b", "c"]
+    finished = [
+        output.request_id
+        for output in one_at_a_time.stream(prompts, GREEDY, priority=[2, 0, 1])
+        if output.finished
+    ]
+    assert finished == ["1", "2", "0"]
+    assert answers(one_at_a_time, prompts, priority=[0, -1, -2]) == answers(llm, prompts)
+    with pytest.raises(ValueError, match="priority has 1 entries for 3 prompts"):
+        llm.generate(prompts, GREEDY, priority=[1])
+    with pytest.raises(ValueError, match="prompt 1: priority must be a number, got 'x'"):
+        llm.generate(["a", "b"], GREEDY, priority=[1, "x"])  # type: ignore[list-item]
 
 
 def test_seed_of_the_llm(paths: dict[str, Path]) -> None:

@@ -171,7 +171,7 @@ def test_no_half_characters_in_a_stream() -> None:
 
 
 def _forced(engine: LLMEngine, tokens: list[int]) -> Any:
-    request = next(iter(engine._choices))
+    request = next(iter(engine._groups.values())).choices[0].request
     return SampledToken(tokens[request.num_output_tokens])
 
 
