@@ -15,6 +15,9 @@ import reference
 from gguf import GGMLQuantizationType as GGMLType
 from tiny_gguf import write_tiny_model
 
+from rvllm import LLM
+from rvllm.gguf_file import GGUFFile
+
 
 def load(name: str) -> ModuleType:
     path = Path(__file__).resolve().parent.parent / "scripts" / f"{name}.py"
@@ -27,6 +30,7 @@ def load(name: str) -> ModuleType:
 
 make_model = load("make_model")
 check_reference = load("check_reference")
+requantize = load("requantize")
 
 
 def small(name: str) -> Any:
@@ -190,3 +194,63 @@ def test_prompt_ids_are_compared() -> None:
     assert result.failures == ["prompt ids are [1, 3], the reference has [1, 2]"]
     nan = check_reference.check_entry(entry, lambda ids: np.full((3, 2), np.nan), lambda prompt: [1, 2])
     assert nan.failures
+
+
+@pytest.mark.parametrize("name", ["Q5_1", "MXFP4", "BF16"])
+def test_requantized_weights_are_those_of_gguf(tmp_path: Path, name: str) -> None:
+    source, output = tmp_path / "source.gguf", tmp_path / "output.gguf"
+    write_tiny_model(source, quant="Q8_0", metadata={"tokenizer.chat_template": "{{ messages }}"})
+    assert requantize.main([str(source), str(output), name]) == 0
+    with GGUFFile(source) as old, GGUFFile(output) as new:
+        assert old.metadata.keys() <= new.metadata.keys()
+        assert new.metadata["tokenizer.chat_template"] == "{{ messages }}"
+        assert new.metadata["tokenizer.ggml.tokens"] == old.metadata["tokenizer.ggml.tokens"]
+        assert list(new.tensors) == list(old.tensors)
+        for key, tensor in new.tensors.items():
+            if len(tensor.shape) == 1:
+                np.testing.assert_array_equal(tensor.data, old.tensors[key].data)
+                continue
+            weights = reference.dequantize(old.tensors[key].data, GGMLType.Q8_0, *tensor.shape)
+            expected = gguf.quants.quantize(weights, GGMLType[name]).view(np.uint8).ravel()
+            assert tensor.type.name == name
+            np.testing.assert_array_equal(tensor.data, expected)
+
+
+def test_requantizing_takes_small_blocks_where_large_ones_do_not_fit(tmp_path: Path) -> None:
+    output = tmp_path / "output.gguf"
+    write_tiny_model(tmp_path / "source.gguf", ff=512)
+    assert requantize.main([str(tmp_path / "source.gguf"), str(output), "TQ2_0"]) == 0
+    with GGUFFile(output) as model:
+        types = {tensor.name: tensor.type.name for tensor in model.tensors.values()}
+    assert types["blk.0.ffn_down.weight"] == "TQ2_0" and types["blk.0.ffn_up.weight"] == "Q4_0"
+
+
+def test_requantizing_without_llama_cpp_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    write_tiny_model(tmp_path / "source.gguf")
+    assert requantize.main([str(tmp_path / "source.gguf"), str(tmp_path / "output.gguf"), "Q4_K_M"]) == 1
+    assert "Q4_K_M takes llama.cpp: pip install llama-cpp-python" in capsys.readouterr().err
+    assert requantize.main([str(tmp_path / "none.gguf"), str(tmp_path / "output.gguf"), "Q4_0"]) == 1
+    assert "none.gguf" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["source.gguf"]
+
+
+@pytest.mark.parametrize(("name", "largest"), [("Q8_0", 0.02), ("Q5_1", 0.3)])
+def test_real_weights_requantized_stay_near(
+    smollm2_path: Path, tmp_path: Path, name: str, largest: float
+) -> None:
+    output = tmp_path / "output.gguf"
+    assert requantize.main([str(smollm2_path), str(output), name]) == 0
+    ids = LLM(smollm2_path, num_blocks=8).tokenizer.encode(
+        "The capital of France is Paris, and the Seine runs through it."
+    )
+    old, new = (score_rows(path, ids) for path in (smollm2_path, output))
+    divergence = (np.exp(old) * (old - new)).sum(axis=1)
+    assert 1e-5 < divergence.mean() < largest
+
+
+def score_rows(path: Path, ids: list[int]) -> Any:
+    """Log-probabilities [T, V] of a model after each token."""
+    return reference.log_softmax(LLM(path, num_blocks=8).get_logits(ids).astype(np.float64))
