@@ -16,6 +16,7 @@ CORE_SOURCES = [
     "csrc/bind.cpp",
     "csrc/bind_ops.cpp",
     "csrc/model.cpp",
+    "csrc/pooler.cpp",
     "csrc/profiler.cpp",
     "csrc/quant.cpp",
     "csrc/quant_iq.cpp",

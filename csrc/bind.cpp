@@ -4,11 +4,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <variant>
+
 #include "check.h"
 #include "bind_ops.h"
 #include "cpu/cpu_backend.h"
 #include "cpu/cpu_features.h"
 #include "model.h"
+#include "pooler.h"
 #include "profiler.h"
 #include "quant.h"
 #include "sampler.h"
@@ -80,27 +83,41 @@ ModelConfig model_config(const py::dict& d) {
   return c;
 }
 
-// Runs the step and samples row i of its logits with samplers[i]:
-// (token id, None or [(token id, logprob, rank), ...], None or error) for each, the sampled token's entry first.
-py::list step(Model& model, const StepArrays& arrays, const std::vector<Sampler*>& samplers) {
+// A sampler, or (token id, number of alternatives) to score.
+using PyReader = std::variant<Sampler*, std::pair<int32_t, int>>;
+
+py::object entries(const std::vector<Logprob>& logprobs) {
+  if (logprobs.empty()) return py::none();
+  py::list out;
+  for (const Logprob& l : logprobs) out.append(py::make_tuple(l.token_id, l.logprob, l.rank));
+  return out;
+}
+
+// Runs the step; for each row of logits, what its reader made of it:
+// (token id, None or [(token id, logprob, rank), ...], None or error), the token's own entry first.
+// pooled: (pooler, begin, end), the tokens of the step that it takes.
+py::list step(Model& model, const StepArrays& arrays, const std::vector<PyReader>& readers,
+              const std::vector<std::tuple<Pooler*, int, int>>& pooled) {
   const Batch batch = arrays.batch();
-  check(int(samplers.size()) == batch.num_logits, "[step] ", samplers.size(), " samplers for ", batch.num_logits,
-        " rows of logits");
+  std::vector<LogitsReader> logits_readers;
+  for (const PyReader& reader : readers)
+    if (const auto* target = std::get_if<1>(&reader)) {
+      logits_readers.push_back({nullptr, target->first, target->second});
+    } else {
+      check(std::get<0>(reader) != nullptr, "[step] row ", logits_readers.size(), " has no sampler");
+      logits_readers.push_back({std::get<0>(reader)});
+    }
+  std::vector<PooledTokens> pooled_tokens;
+  for (const auto& [pooler, begin, end] : pooled) pooled_tokens.push_back({pooler, begin, end});
   std::vector<Sample> samples;
   {
     py::gil_scoped_release release;
-    samples = model.step(batch, samplers);
+    samples = model.step(batch, logits_readers, pooled_tokens);
   }
   py::list out;
   for (const Sample& sample : samples) {
-    py::object logprobs = py::none();
-    if (!sample.logprobs.empty()) {
-      py::list entries;
-      for (const Logprob& l : sample.logprobs) entries.append(py::make_tuple(l.token_id, l.logprob, l.rank));
-      logprobs = std::move(entries);
-    }
     const py::object error = sample.error.empty() ? py::object(py::none()) : py::str(sample.error);
-    out.append(py::make_tuple(sample.token_id, logprobs, error));
+    out.append(py::make_tuple(sample.token_id, entries(sample.logprobs), error));
   }
   return out;
 }
@@ -110,8 +127,7 @@ py::array_t<float> logits(Model& model, const StepArrays& arrays) {
   py::array_t<float> out({py::ssize_t(batch.num_logits), py::ssize_t(model.config().vocab_size)});
   float* data = out.mutable_data();
   py::gil_scoped_release release;
-  const Tensor result = model.forward(batch);
-  model.backend().download(data, result.data, result.rows * result.cols);
+  model.logits(batch, data);
   return out;
 }
 
@@ -172,13 +188,20 @@ PYBIND11_MODULE(_core, m) {
            py::arg("logit_bias") = std::vector<std::pair<int32_t, float>>())
       .def("sample",
            [](Sampler& self, py::array_t<float, py::array::c_style | py::array::forcecast> logits) {
+             check(logits.size() == self.vocab_size(), "[sampler] ", logits.size(), " logits for a vocabulary of ",
+                   self.vocab_size());
              std::vector<float> row(logits.data(), logits.data() + logits.size());
-             const Sample s = self.sample(row.data());
-             std::vector<std::tuple<int32_t, float, int32_t>> entries;
-             for (const Logprob& l : s.logprobs) entries.emplace_back(l.token_id, l.logprob, l.rank);
-             return std::make_pair(s.token_id, entries);
+             const Sample sample = self.sample(row.data());
+             return py::make_tuple(sample.token_id, entries(sample.logprobs));
            },
-           py::arg("logits"), "Samples from float32 [vocab_size]: (token id, [(token id, logprob, rank), ...]).");
+           py::arg("logits"), "Samples from float32 [vocab_size]: (token id, None or [(token id, logprob, rank), ...]).");
+
+  py::class_<Pooler>(m, "Pooler")
+      .def(py::init([](int pooling, int hidden_size, int num_tokens) {
+             return Pooler(Pooling(pooling), hidden_size, num_tokens);
+           }),
+           py::arg("pooling"), py::arg("hidden_size"), py::arg("num_tokens"))
+      .def("embedding", &Pooler::embedding);
 
   py::class_<StepArrays>(m, "StepArrays", "The int32 arrays of one step; shapes are those of Batch in backend.h.")
       .def(py::init<IntArray, IntArray, IntArray, IntArray, IntArray, IntArray, IntArray>(), py::arg("input_ids"),
@@ -193,7 +216,8 @@ PYBIND11_MODULE(_core, m) {
            py::arg("backend"), py::arg("config"), py::arg("find"), py::arg("consumed"))
       .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"))
       .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"))
-      .def("step", &step, py::arg("arrays"), py::arg("samplers"))
+      .def("step", &step, py::arg("arrays"), py::arg("readers"),
+           py::arg("pooled") = std::vector<std::tuple<Pooler*, int, int>>())
       .def("logits", &logits, py::arg("arrays"), "Logits of logits_indices as float32 [B', vocab_size].");
 
   bind_ops(m);

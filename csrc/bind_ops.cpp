@@ -66,6 +66,8 @@ FloatArray linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& w
 FloatArray embedding(Backend& backend, uint32_t type, int64_t n, int64_t k, const py::bytes& weight,
                      const IntArray& ids, float scale) {
   const auto w = matrix_weight(backend, type, n, k, weight, std::nullopt);
+  for (int64_t i = 0; i < ids.size(); ++i)
+    check(ids.data()[i] >= 0 && ids.data()[i] < n, "[embedding] id ", ids.data()[i], " is outside the ", n, " rows");
   Batch batch;
   batch.num_tokens = int(ids.size());
   batch.input_ids = ids.data();

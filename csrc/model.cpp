@@ -48,6 +48,20 @@ class Loader {
   const TensorSource& source_;
 };
 
+constexpr int kLogitsRows = 64;  // of logits at a time: all those of a long prompt would take more than its weights
+
+// Two steps of one model at a time would share their buffers.
+class BusyGuard {
+ public:
+  explicit BusyGuard(std::atomic<bool>& is_busy) : is_busy_(is_busy) {
+    if (is_busy_.exchange(true)) throw std::runtime_error("the model is in use by another thread");
+  }
+  ~BusyGuard() { is_busy_ = false; }
+
+ private:
+  std::atomic<bool>& is_busy_;
+};
+
 }  // namespace
 
 Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorSource& source)
@@ -107,21 +121,42 @@ void Model::check_batch(const Batch& b) const {
   }
   for (int r = 0; r < b.num_requests; ++r) {
     const int begin = b.query_start_loc[r], end = b.query_start_loc[r + 1];
-    check(begin < end, "[forward] request ", r, " of the batch has no tokens");
-    const int blocks = (b.context_lens[r] + block_size_ - 1) / block_size_;
+    check(begin < end && end <= b.num_tokens, "[forward] request ", r, " of the batch has tokens ", begin, " to ", end,
+          " of ", b.num_tokens);
+    const int64_t blocks = (int64_t(b.context_lens[r]) + block_size_ - 1) / block_size_;
     check(blocks <= b.max_blocks, "[forward] a context of ", b.context_lens[r], " tokens needs ", blocks,
           " blocks, its table has ", b.max_blocks);
-    for (int i = 0; i < blocks; ++i) {
+    for (int64_t i = 0; i < blocks; ++i) {
       const int32_t block = b.block_tables[int64_t(r) * b.max_blocks + i];
       check(block >= 0 && block < num_blocks_, "[forward] block ", block, " is outside the pool of ", num_blocks_);
     }
+    check(b.context_lens[r] >= end - begin, "[forward] ", end - begin, " tokens do not fit a context of ",
+          b.context_lens[r]);
     for (int t = begin; t < end; ++t)
-      check(b.positions[t] >= 0 && b.positions[t] < b.context_lens[r], "[forward] position ", b.positions[t],
-            " is outside the context of ", b.context_lens[r]);
+      check(b.positions[t] == b.context_lens[r] - (end - t), "[forward] position ", b.positions[t], " where ",
+            b.context_lens[r] - (end - t), " would end a context of ", b.context_lens[r]);
   }
   for (int i = 0; i < b.num_logits; ++i)
     check(b.logits_indices[i] >= 0 && b.logits_indices[i] < b.num_tokens, "[forward] logits index ",
           b.logits_indices[i], " is outside the ", b.num_tokens, " tokens");
+}
+
+void Model::check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
+                          const std::vector<PooledTokens>& pooled) const {
+  check(int(readers.size()) == batch.num_logits, "[step] ", readers.size(), " readers for ", batch.num_logits,
+        " rows of logits");
+  for (const LogitsReader& reader : readers)
+    if (reader.sampler)
+      check(reader.sampler->vocab_size() == config_.vocab_size, "[step] a sampler for ", reader.sampler->vocab_size(),
+            " tokens does not fit the vocabulary of ", config_.vocab_size);
+    else
+      check(reader.token_id >= 0 && reader.token_id < config_.vocab_size && reader.num_best >= 0, "[step] token id ",
+            reader.token_id, " with ", reader.num_best, " alternatives is outside the vocabulary of ",
+            config_.vocab_size);
+  for (const PooledTokens& p : pooled)
+    check(p.pooler && p.pooler->hidden_size() == config_.hidden_size && p.begin >= 0 && p.begin < p.end &&
+              p.end <= batch.num_tokens,
+          "[step] a pooler does not fit tokens ", p.begin, " to ", p.end, " of ", batch.num_tokens);
 }
 
 Tensor Model::view(Buffer& buffer, int64_t rows, int64_t cols) {
@@ -130,6 +165,12 @@ Tensor Model::view(Buffer& buffer, int64_t rows, int64_t cols) {
     buffer.capacity = rows * cols;
   }
   return Tensor(buffer.data.get(), rows, cols);
+}
+
+float* Model::on_host(Tensor t) {
+  host_rows_.resize(std::max(host_rows_.size(), size_t(t.rows * t.cols)));
+  backend_->download(host_rows_.data(), t.data, t.rows * t.cols);
+  return host_rows_.data();
 }
 
 // Cosines and sines of every token's angles, in double so that long contexts keep their precision.
@@ -150,8 +191,8 @@ void Model::compute_rope(const Batch& batch) {
   }
 }
 
+// The residual stream [T, E] after the last layer; the final hidden states of logits_indices are in last_.
 Tensor Model::forward(const Batch& batch) {
-  check_batch(batch);
   const ModelConfig& c = config_;
   Backend& b = *backend_;
   const int64_t T = batch.num_tokens, E = c.hidden_size, I = c.intermediate_size;
@@ -165,7 +206,6 @@ Tensor Model::forward(const Batch& batch) {
   Tensor gate_up = view(gate_up_, T, 2 * I);
   Tensor act = view(act_, T, I);
   Tensor last = view(last_, batch.num_logits, E);
-  Tensor logits = view(logits_, batch.num_logits, c.vocab_size);
   const Tensor q = qkv.columns(0, Q), k = qkv.columns(Q, KV), v = qkv.columns(Q + KV, KV);
 
   compute_rope(batch);
@@ -202,25 +242,63 @@ Tensor Model::forward(const Batch& batch) {
   if (batch.num_logits > 0) {
     b.gather_rows(last, x);
     b.rms_norm(last, last, *output_norm_, eps);
-    b.linear(logits, last, output_ ? *output_ : *token_embd_);
   }
-  b.end_step();
-  return logits;
+  return x;
 }
 
-std::vector<Sample> Model::step(const Batch& batch, const std::vector<Sampler*>& samplers) {
-  const Tensor logits = forward(batch);
-  if (logits.rows == 0) return {};
-  host_logits_.resize(std::max(host_logits_.size(), size_t(logits.rows * logits.cols)));
-  backend_->download(host_logits_.data(), logits.data, logits.rows * logits.cols);
-  std::vector<Sample> samples(samplers.size());
-  backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
-    try {
-      samples[size_t(row)] = samplers[size_t(row)]->sample(host_logits_.data() + row * logits.cols);
-    } catch (const std::exception& e) {
-      samples[size_t(row)].error = e.what();  // ends this request, not those beside it
-    }
+// Calls body(first row, logits of some rows) until all rows of last_ have had their turn.
+template <class Body>
+void Model::for_logits(const Batch& batch, const Body& body) {
+  const Tensor last = view(last_, batch.num_logits, config_.hidden_size);
+  for (int64_t first = 0; first < last.rows; first += kLogitsRows) {
+    const int64_t count = std::min<int64_t>(kLogitsRows, last.rows - first);
+    const Tensor logits = view(logits_, count, config_.vocab_size);
+    backend_->linear(logits, last.slice(first, count), output_ ? *output_ : *token_embd_);
+    body(first, logits);
+  }
+}
+
+void Model::logits(const Batch& batch, float* out) {
+  const BusyGuard guard(is_busy_);
+  check_batch(batch);
+  forward(batch);
+  for_logits(batch, [&](int64_t first, Tensor logits) {
+    backend_->download(out + first * logits.cols, logits.data, logits.rows * logits.cols);
   });
+  backend_->end_step();
+}
+
+std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsReader>& readers,
+                                const std::vector<PooledTokens>& pooled) {
+  const BusyGuard guard(is_busy_);
+  check_batch(batch);
+  check_readers(batch, readers, pooled);
+  const Tensor x = forward(batch);
+  std::vector<Sample> samples(readers.size());
+  for_logits(batch, [&](int64_t first, Tensor logits) {
+    float* rows = on_host(logits);
+    backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
+      const LogitsReader& reader = readers[size_t(first + row)];
+      Sample& sample = samples[size_t(first + row)];
+      float* values = rows + row * logits.cols;
+      try {
+        if (reader.sampler) {
+          sample = reader.sampler->sample(values);
+        } else {
+          check_logits(values, config_.vocab_size);
+          sample = {reader.token_id, log_probabilities(values, config_.vocab_size, reader.token_id, reader.num_best), {}};
+        }
+      } catch (const std::exception& e) {
+        sample.error = e.what();  // ends this request, not those beside it
+      }
+    });
+  });
+  for (const PooledTokens& p : pooled) {
+    const Tensor states = x.slice(p.begin, p.end - p.begin);
+    backend_->rms_norm(states, states, *output_norm_, float(config_.rms_norm_eps));
+    p.pooler->add(on_host(states), states.cols, batch.positions[p.begin], int(states.rows));
+  }
+  backend_->end_step();
   return samples;
 }
 

@@ -1,6 +1,7 @@
 // The transformer, once, over Backend. What differs between families is data in ModelConfig.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "pooler.h"
 #include "sampler.h"
 
 namespace rvllm {
@@ -37,6 +39,21 @@ struct ModelConfig {
   std::vector<LayerConfig> layers;            // [num_layers]
 };
 
+// What a row of logits is wanted for: its sampler picks a token; without one, the log-probability of token_id and of the
+// num_best most likely tokens is computed.
+struct LogitsReader {
+  Sampler* sampler = nullptr;
+  int32_t token_id = -1;
+  int num_best = 0;
+};
+
+// The final hidden states of the tokens [begin, end) of a batch, all of one request, go to a pooler.
+struct PooledTokens {
+  Pooler* pooler = nullptr;
+  int begin = 0;
+  int end = 0;
+};
+
 // Gives the file's tensor of a name, if it has one.
 using TensorSource = std::function<std::optional<HostTensor>(const std::string& name)>;
 
@@ -48,13 +65,14 @@ class Model {
   void alloc_kv_cache(int num_blocks, int block_size);
   size_t kv_cache_bytes(int num_blocks, int block_size) const;
 
-  // Runs one step; returns the logits [B', V] of logits_indices, in the backend's memory until the next call.
-  // Throws invalid_argument when an index of the batch is out of range.
-  Tensor forward(const Batch& batch);
+  // Runs one step; readers[i] reads the logits of logits_indices[i]. A row that cannot be sampled or scored has an
+  // error instead of a token. Throws invalid_argument when an index of the batch is out of range or a reader does not
+  // fit the model, and runtime_error while another thread is in a step.
+  std::vector<Sample> step(const Batch& batch, const std::vector<LogitsReader>& readers,
+                           const std::vector<PooledTokens>& pooled);
 
-  // Runs one step and samples row i of its logits with samplers[i].
-  // Throws as forward does; a row that cannot be sampled has an error instead of a token.
-  std::vector<Sample> step(const Batch& batch, const std::vector<Sampler*>& samplers);
+  // Runs one step and writes the logits [B', V] of logits_indices to out. Throws as step does.
+  void logits(const Batch& batch, float* out);
 
   const ModelConfig& config() const { return config_; }
   Backend& backend() const { return *backend_; }
@@ -71,8 +89,14 @@ class Model {
 
   KVCacheSpec kv_cache_spec(int num_blocks, int block_size) const;
   void check_batch(const Batch& batch) const;
+  void check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
+                     const std::vector<PooledTokens>& pooled) const;
   Tensor view(Buffer& buffer, int64_t rows, int64_t cols);
+  float* on_host(Tensor t);  // until the next call
   void compute_rope(const Batch& batch);
+  Tensor forward(const Batch& batch);
+  template <class Body>
+  void for_logits(const Batch& batch, const Body& body);
 
   std::shared_ptr<Backend> backend_;
   ModelConfig config_;
@@ -82,7 +106,8 @@ class Model {
   int num_blocks_ = 0, block_size_ = 0;
   Buffer x_, h_, qkv_, attn_, gate_up_, act_, last_, logits_;
   std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
-  std::vector<float> host_cos_sin_, host_logits_;
+  std::vector<float> host_cos_sin_, host_rows_;
+  std::atomic<bool> is_busy_{false};
 };
 
 }  // namespace rvllm

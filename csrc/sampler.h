@@ -49,6 +49,8 @@ class Sampler {
  public:
   explicit Sampler(SamplerConfig config);
 
+  int vocab_size() const { return config_.vocab_size; }
+
   // Picks the next token from logits [vocab_size], which it may change, and counts it.
   // The choice depends on the logits, the seed and how many tokens came before: never on other requests.
   // Throws runtime_error when the logits are not finite numbers, or all tokens are banned.

@@ -20,6 +20,14 @@ struct Tensor {
 
   float* row(int64_t i) const { return data + i * stride; }
 
+  // `count` rows from row `begin` on.
+  Tensor slice(int64_t begin, int64_t count) const {
+    Tensor view = *this;
+    view.data = row(begin);
+    view.rows = count;
+    return view;
+  }
+
   // The columns [begin, begin + count) of every row.
   Tensor columns(int64_t begin, int64_t count) const {
     Tensor view = *this;

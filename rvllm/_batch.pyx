@@ -4,15 +4,17 @@ import numpy as np
 
 
 def fill(list scheduled, int block_size):
-    """Arrays of one step for [(request, num_tokens), ...], in the order StepArrays takes them.
+    """One step for [(request, num_tokens), ...]: its arrays, in the order StepArrays takes them, and who reads what.
 
-    A request's tokens from num_computed_tokens on are computed; its last one gives logits when it is the last known.
-    Returns (input_ids[T], positions[T], slot_mapping[T], query_start_loc[B+1], context_lens[B],
-    block_tables[B, max_blocks], logits_indices[B'], indices of the requests that sample).
+    A request's tokens from num_computed_tokens on are computed. Its last known one gives logits, unless it has a
+    pooler, and so does each prompt token whose successor's log-probability is wanted and not known yet.
+    Returns ((input_ids[T], positions[T], slot_mapping[T], query_start_loc[B+1], context_lens[B],
+    block_tables[B, max_blocks], logits_indices[B']), requests[B'], readers[B'], [(pooler, begin, end), ...]);
+    a reader is a sampler or (token id, number of alternatives).
     """
     cdef int num_requests = len(scheduled)
     cdef int num_tokens = 0, max_blocks = 1, count, blocks, start, position, t = 0, b, i
-    cdef list token_ids, block_table, sampling = []
+    cdef list token_ids, block_table, scores, requests = [], readers = [], pooled = []
     for request, count in scheduled:
         num_tokens += count
         blocks = (request.num_computed_tokens + count + block_size - 1) // block_size
@@ -44,7 +46,18 @@ def fill(list scheduled, int block_size):
             block_tables[b, i] = block_table[i]
         query_start_loc[b + 1] = t
         context_lens[b] = start + count
+        if request.pooler is not None:
+            pooled.append((request.pooler, t - count, t))
+            continue
+        scores = request.prompt_logprobs
+        if scores is not None:
+            num_best = request.params.prompt_logprobs
+            for position in range(max(start, <int>len(scores) - 1), min(start + count, <int>request.num_prompt_tokens - 1)):
+                logits_indices.append(t - count + position - start)
+                requests.append(request)
+                readers.append((token_ids[position + 1], num_best))
         if start + count == len(token_ids):
             logits_indices.append(t - 1)
-            sampling.append(b)
-    return (*arrays, tables, np.array(logits_indices, np.int32), sampling)
+            requests.append(request)
+            readers.append(request.sampler)
+    return (*arrays, tables, np.array(logits_indices, np.int32)), requests, readers, pooled

@@ -16,6 +16,7 @@ import numpy as np
 from rvllm.gguf_file import GGUFError, GGUFFile
 
 _MAX_POSITION = 2**30  # positions are int32
+_MEAN_POOLING = 1
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ModelConfig:
     gelu: bool
     inv_freq: tuple[tuple[float, ...], ...]  # RoPE tables: angle = position * inv_freq[i]
     layers: tuple[tuple[int, int], ...]  # for each layer: index of its RoPE table, sliding window (0: none)
+    pooling: int  # of an embedding, by GGUF's numbers: 1 mean, 2 first token, 3 last token
 
     @classmethod
     def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:
@@ -238,6 +240,7 @@ class _Reader:
             gelu=family.gelu,
             inv_freq=inv_freq,
             layers=layers,
+            pooling=self.integer("pooling_type", default=0, low=0, high=2**31 - 1) or _MEAN_POOLING,
         )
 
     def keys(self) -> set[str]:

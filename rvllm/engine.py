@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from rvllm._core import Pooler
     from rvllm.config import EngineConfig, ModelConfig
     from rvllm.tokenizer import Tokenizer
 
@@ -47,6 +48,8 @@ class Runner(Protocol):
         seed: int,
         index: int,
     ) -> object: ...
+
+    def make_pooler(self, num_tokens: int) -> Pooler: ...
 
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]: ...
 
@@ -150,20 +153,14 @@ class LLMEngine:
             or not math.isfinite(priority)
         ):
             raise ValueError(f"priority must be a number, got {priority!r}")
-        if isinstance(prompt, str):
-            text, token_ids = prompt, self.tokenizer.encode(prompt, parse_special=True)
-        elif isinstance(prompt, Iterable):
-            text, token_ids = None, self._checked_ids("prompt", prompt)
-        else:
-            raise ValueError(f"the prompt must be text or token ids, got {prompt!r}")
-        if not token_ids:
-            raise ValueError("the prompt is empty: it has no tokens")
+        text, token_ids = self._encode(prompt)
         stop_token_ids = frozenset(self._checked_ids("stop_token_ids", params.stop_token_ids or ()))
         self._checked_ids("logit_bias", params.logit_bias or ())
-        if params.logprobs is not None and params.logprobs > self.runner.vocab_size:
-            raise ValueError(
-                f"logprobs {params.logprobs} is more than the vocabulary of {self.runner.vocab_size} tokens"
-            )
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and count > self.runner.vocab_size:
+                raise ValueError(
+                    f"{name} {count} is more than the vocabulary of {self.runner.vocab_size} tokens"
+                )
         if not params.ignore_eos:
             stop_token_ids |= self.tokenizer.eog_token_ids
         if params.min_tokens and len(stop_token_ids) >= self.runner.vocab_size:
@@ -179,6 +176,26 @@ class LLMEngine:
                 Request(request_id, token_ids, params, max_num_tokens, arrival_step, index, sampler, priority)
             )
         return RequestGroup(text, requests, self.tokenizer)
+
+    def prepare_embedding(
+        self, request_id: str, prompt: str | Sequence[int], priority: float = 0
+    ) -> RequestGroup:
+        """Encodes and checks a prompt to be embedded without queueing it: a request that samples nothing.
+
+        Raises ValueError as prepare() does, and for a model whose kind of pooling is not supported.
+        """
+        text, token_ids = self._encode(prompt)
+        num_tokens, num_slots = len(token_ids), self.runner.num_blocks * self.runner.block_size
+        if num_tokens > min(self.max_model_len, num_slots):
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens, but max_model_len is {self.max_model_len} and the KV cache holds "
+                f"{num_slots}"
+            )
+        pooler = self.runner.make_pooler(num_tokens)
+        request = Request(
+            request_id, token_ids, SamplingParams(), num_tokens, priority=priority, pooler=pooler
+        )
+        return RequestGroup(text, [request], self.tokenizer)
 
     def submit(self, group: RequestGroup, inbox: deque[RequestOutput | BaseException] | None = None) -> None:
         """Queues a prepared request. Raises ValueError if its id is in use.
@@ -256,7 +273,7 @@ class LLMEngine:
             step = self.scheduler.schedule()
             start = time.perf_counter()
             tokens = self.runner.run(step.scheduled)
-            self._count(step, len(tokens), time.perf_counter() - start)
+            self._count(step, sum(token.token_id >= 0 for token in tokens), time.perf_counter() - start)
             self._append(step, tokens)
         except Exception as error:
             self._drop(step, error)
@@ -329,6 +346,18 @@ class LLMEngine:
         self._decode_tokens += decode
         self._prefill_seconds += seconds * prefill / (prefill + decode)
         self._decode_seconds += seconds * decode / (prefill + decode)
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[str | None, list[int]]:
+        """The text of a prompt, None where it is token ids, and its token ids."""
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self.tokenizer.encode(prompt, parse_special=True)
+        elif isinstance(prompt, Iterable):
+            text, token_ids = None, self._checked_ids("prompt", prompt)
+        else:
+            raise ValueError(f"the prompt must be text or token ids, got {prompt!r}")
+        if not token_ids:
+            raise ValueError("the prompt is empty: it has no tokens")
+        return text, token_ids
 
     def _checked_ids(self, name: str, token_ids: Iterable[object]) -> list[int]:
         vocab_size = self.runner.vocab_size

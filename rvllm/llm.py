@@ -154,6 +154,27 @@ class LLM:
             self.tokenizer, messages, add_generation_prompt, **template_arguments
         )
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True) -> list[list[float]]:
+        """The final hidden states of each prompt, pooled as the model file says (else their mean), of length 1.
+
+        Raises ValueError, before anything runs, for a bad prompt, naming its index, and RuntimeError for a model whose
+        hidden states are not finite numbers.
+        """
+        groups = []
+        for i, prompt in enumerate(_as_list(prompts)):
+            try:
+                request_id = f"llm-{next(self._request_numbers)}"
+                groups.append(self.engine.prepare_embedding(request_id, _plain(prompt)))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from None
+        embeddings = []
+        for i, output in enumerate(self._collect(groups, use_tqdm)):
+            completion = output.outputs[0]
+            if completion.embedding is None:
+                raise RuntimeError(f"prompt {i}: {completion.error}")
+            embeddings.append(completion.embedding)
+        return embeddings
+
     def get_logits(self, token_ids: Sequence[int], first: int = 0) -> NDArray[np.float32]:
         """Logits [T - first, vocab_size] float32 at the positions of token_ids from `first` on.
 

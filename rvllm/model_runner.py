@@ -37,6 +37,8 @@ class ModelRunner:
         """
         self.backend = _make_backend(config)
         self.vocab_size = model_config.vocab_size
+        self._hidden_size = model_config.hidden_size
+        self._pooling = model_config.pooling
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self._model = _load_model(self.backend, gguf, model_config, config.dtype)
@@ -69,6 +71,10 @@ class ModelRunner:
             raise ValueError(f"{num_blocks} blocks of {config.block_size} tokens are more than 2^31 slots")
         return num_blocks
 
+    def make_pooler(self, num_tokens: int) -> _core.Pooler:
+        """State from which a prompt of num_tokens is embedded. Raises ValueError where the model cannot be pooled."""
+        return _core.Pooler(self._pooling, self._hidden_size, num_tokens)
+
     def make_sampler(
         self,
         params: SamplingParams,
@@ -97,16 +103,25 @@ class ModelRunner:
         )
 
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]:
-        """Computes the next num_tokens of each request; returns a token for each request that has reached its last
-        known one, in order."""
-        *arrays, sampling = _batch.fill(scheduled, self.block_size)
-        samplers = [scheduled[i][0].sampler for i in sampling]
-        return [
-            SampledToken(
-                token_id, None if logprobs is None else {i: (p, rank) for i, p, rank in logprobs}, error
-            )
-            for token_id, logprobs, error in self._model.step(_core.StepArrays(*arrays), samplers)
-        ]
+        """Computes the next num_tokens of each request; returns a token (or an embedding, or an error) for each request
+        that has reached its last known one, in order. Prompt log-probabilities go to the requests."""
+        arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size)
+        rows = self._model.step(_core.StepArrays(*arrays), readers, pooled)
+        results: dict[Request, SampledToken] = {}
+        for request, (token_id, entries, error) in zip(requests, rows, strict=True):
+            logprobs = None if entries is None else {i: (p, rank) for i, p, rank in entries}
+            if (
+                request.prompt_logprobs is not None
+                and len(request.prompt_logprobs) < request.num_prompt_tokens
+            ):
+                request.prompt_logprobs.append(logprobs)
+                request.error = request.error or error
+            else:
+                results[request] = SampledToken(token_id, logprobs, request.error or error)
+        for request, count in scheduled:
+            if request.pooler is not None and request.num_computed_tokens + count == request.num_tokens:
+                results[request] = _embedding(request.pooler)
+        return [results[request] for request, _ in scheduled if request in results]
 
     def get_logits(
         self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0
@@ -133,6 +148,13 @@ class ModelRunner:
                 )
             )
         return logits
+
+
+def _embedding(pooler: _core.Pooler) -> SampledToken:
+    try:
+        return SampledToken(-1, embedding=pooler.embedding())
+    except RuntimeError as error:
+        return SampledToken(-1, error=str(error))
 
 
 def _make_backend(config: EngineConfig) -> _core.Backend:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rvllm.block_manager import Prefix
 from rvllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from rvllm._core import Pooler
 
 
 class RequestStatus(Enum):
@@ -20,27 +23,32 @@ class SampledToken(NamedTuple):
     """What the runner returns for a request that samples.
 
     logprobs: token id -> (natural logprob, rank from 1) for the sampled token and the asked-for best ones;
-    None when the request asked for none. error: why there is no token for this request; token_id is then -1.
+    None when the request asked for none. error: why there is no token for this request; token_id is then -1, as it is
+    beside the embedding of a request that samples nothing.
     """
 
     token_id: int
     logprobs: dict[int, tuple[float, int]] | None = None
     error: str | None = None
+    embedding: list[float] | None = None
 
 
 class Request:
-    """One generation: one choice of one prompt. Hashed by identity.
+    """One generation, one choice of one prompt, or an embedding. Hashed by identity.
 
     token_ids: prompt + output, one list that grows. K/V of token_ids[:num_computed_tokens] is stored in the
     blocks of block_table; preemption sets num_computed_tokens back to 0 and empties the table.
     max_num_tokens: prompt + output length at which the request ends with "length".
     priority: the lowest is served first; of equals, the one that was added first (key). prefix: what was found of
-    token_ids in the prefix cache while it waits.
+    token_ids in the prefix cache while it waits. sampler, pooler: native state; a request has one of them.
+    prompt_logprobs: grows with the prompt, if asked for: an entry for each token, None for the first.
+    error: what has gone wrong with them.
     """
 
     __slots__ = (
         "arrival_step",
         "block_table",
+        "error",
         "finish_reason",
         "index",
         "key",
@@ -50,8 +58,10 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "pooler",
         "prefix",
         "priority",
+        "prompt_logprobs",
         "request_id",
         "sampler",
         "status",
@@ -69,6 +79,7 @@ class Request:
         index: int = 0,
         sampler: object = None,
         priority: float = 0.0,
+        pooler: Pooler | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -79,6 +90,11 @@ class Request:
         self.prefix = Prefix()
         self.max_num_tokens = max_num_tokens
         self.sampler = sampler
+        self.pooler = pooler
+        self.prompt_logprobs: list[dict[int, tuple[float, int]] | None] | None = None
+        if params.prompt_logprobs is not None and index == 0:  # the other choices have the same prompt
+            self.prompt_logprobs = [None]
+        self.error: str | None = None
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0
@@ -113,6 +129,12 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether K/V suffices: not where something is wanted of the hidden states of the prompt."""
+        is_scored = self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt_tokens
+        return self.params.cache_prompt and is_scored and self.pooler is None
+
+    @property
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -132,7 +154,8 @@ class CompletionOutput:
 
     finish_reason: "stop", "length", "abort", "timeout", "error", or None while it runs. stop_reason: the stop
     string or the entry of stop_token_ids that ended it; None for a token of the model's own that ends
-    generation. error: what went wrong, where finish_reason is "error".
+    generation. error: what went wrong, where finish_reason is "error". embedding: of length 1, hidden_size numbers,
+    where that is what was asked for.
     """
 
     index: int
@@ -143,6 +166,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    embedding: list[float] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -159,6 +183,7 @@ class CompletionOutput:
         self.finish_reason = new.finish_reason
         self.stop_reason = new.stop_reason
         self.error = new.error
+        self.embedding = new.embedding
 
 
 @dataclass(slots=True)

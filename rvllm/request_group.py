@@ -44,7 +44,7 @@ class Choice:
             text += self._stop_checker.finish()
             request.finish_reason = "stop" if is_eog or is_stop else "length"
             request.stop_reason = token_id if is_stop else None
-        logprobs = self._logprobs(token)
+        logprobs = self._logprobs(token.logprobs)
         return CompletionOutput(
             index=request.index,
             text=text,
@@ -63,11 +63,28 @@ class Choice:
             self.request.index, text + self._stop_checker.finish(), [], None, None, finish_reason, error=error
         )
 
-    def _logprobs(self, token: SampledToken) -> dict[int, Logprob] | None:
-        if token.logprobs is None:
+    def take(self, token: SampledToken) -> CompletionOutput:
+        """Adds a token, or ends the choice with the embedding or the error that has come instead."""
+        if token.error is not None:
+            return self.end("error", token.error)
+        if token.embedding is not None:
+            completion = self.end("stop")
+            completion.embedding = token.embedding
+            return completion
+        return self.append(token)
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Of the whole prompt, if they were asked for."""
+        entries = self.request.prompt_logprobs
+        if entries is None or len(entries) < self.request.num_prompt_tokens:
+            return None
+        return [self._logprobs(entry) for entry in entries]
+
+    def _logprobs(self, entry: dict[int, tuple[float, int]] | None) -> dict[int, Logprob] | None:
+        if entry is None:
             return None
         text = self._tokenizer.token_text
-        return {i: Logprob(logprob, rank, text(i)) for i, (logprob, rank) in token.logprobs.items()}
+        return {i: Logprob(logprob, rank, text(i)) for i, (logprob, rank) in entry.items()}
 
 
 class RequestGroup:
@@ -87,7 +104,7 @@ class RequestGroup:
     def append(self, request: Request, token: SampledToken) -> CompletionOutput:
         """Adds a token, or the reason why there is none, to the choice of request."""
         choice = self.choices[request.index]
-        completion = choice.append(token) if token.error is None else choice.end("error", token.error)
+        completion = choice.take(token)
         if completion.finish_reason is not None:
             self.num_unfinished -= 1
         return completion
@@ -109,4 +126,14 @@ class RequestGroup:
             num_cached_tokens=self.choices[0].request.num_cached_tokens,
             outputs=completions,
             finished=self.num_unfinished == 0,
+            prompt_logprobs=self._new_prompt_logprobs(completions),
         )
+
+    def _new_prompt_logprobs(
+        self, completions: list[CompletionOutput]
+    ) -> list[dict[int, Logprob] | None] | None:
+        """With the first token of the first choice, which has computed them."""
+        choice = self.choices[0]
+        is_first = choice.request.num_output_tokens == 1
+        has_come = any(completion.index == 0 and completion.token_ids for completion in completions)
+        return choice.prompt_logprobs() if is_first and has_come else None

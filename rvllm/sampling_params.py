@@ -46,6 +46,7 @@ class SamplingParams:
     logit_bias: token id -> addend in [-100, 100].
     logprobs: None for none, else how many alternatives beside the sampled token. Always natural logarithms
         of the model's own distribution, before temperature, penalties and bias.
+    prompt_logprobs: likewise for each token of the prompt but the first, which is then computed as a whole.
     cache_prompt: False computes the whole prompt, though its prefix may be cached: slower, to the same answer.
     structured_output: what the answer must be; where it is complete the request ends with "stop", whatever
         min_tokens and ignore_eos say.
@@ -70,6 +71,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     cache_prompt: bool = True
     structured_output: StructuredOutput | None = None
@@ -90,8 +92,9 @@ class SamplingParams:
         _check_real("presence_penalty", self.presence_penalty, -2, 2)
         _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, low_excluded=True)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "cache_prompt"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")

@@ -231,7 +231,7 @@ class Scheduler:
         """Tokens to compute of a prompt, after what of it is in the prefix cache."""
         if request.status is RequestStatus.RUNNING:
             return len(request.token_ids) - request.num_computed_tokens
-        if not request.params.cache_prompt:
+        if not request.reads_prefix_cache:
             return len(request.token_ids)
         prefix = self.block_manager.match(request.token_ids, request.prefix)
         return len(request.token_ids) - len(prefix.blocks) * self.block_manager.block_size

@@ -160,7 +160,12 @@ class Transformer:
         return rope_frequencies(dim, theta, scale, self.weight("rope_freqs.weight"))
 
     def logits(self, token_ids: Sequence[int], int8: bool = False) -> Float:
-        """Logits [T, V] of every position.
+        """Logits [T, V] of every position, as hidden_states() computes."""
+        output = "output" if "output.weight" in self.tensors else "token_embd"
+        return self.linear(self.hidden_states(token_ids, int8), output, int8)
+
+    def hidden_states(self, token_ids: Sequence[int], int8: bool = False) -> Float:
+        """Final hidden states [T, K] of every position.
 
         int8: matrix products by linear_int8, and K and V rounded to float16 as the KV cache keeps them. What
         then sets the engine apart is the rounding of its other float32 operations.
@@ -207,8 +212,7 @@ class Transformer:
             up = self.linear(h, f"{blk}.ffn_up", int8)
             h = (gelu(gate) if gemma else silu(gate)) * up  # arXiv:2002.05202
             x = x + norm(self.linear(h, f"{blk}.ffn_down", int8), f"{blk}.post_ffw_norm")
-        output = "output" if "output.weight" in self.tensors else "token_embd"
-        return self.linear(norm(x, "output_norm"), output, int8)
+        return norm(x, "output_norm")
 
 
 def forward(path: str | os.PathLike[str], token_ids: Sequence[int], int8: bool = False) -> Float:

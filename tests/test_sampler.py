@@ -163,7 +163,7 @@ def test_logprobs_are_the_models_own(temperature: float) -> None:
 def test_no_alternatives_leave_the_sampled_token() -> None:
     token, entries = sampler(temperature=0.0, num_logprobs=0).sample(LOGITS)
     assert [i for i, _, _ in entries] == [token]
-    assert sampler(temperature=0.0).sample(LOGITS)[1] == []
+    assert sampler(temperature=0.0).sample(LOGITS)[1] is None
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:
