@@ -7,6 +7,7 @@ two steps; what a step brings goes into the streams, and each loop is woken once
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from rvllm.engine import EngineStats, LLMEngine
 from rvllm.finishing_rate import FinishingRate
@@ -23,8 +24,6 @@ from rvllm.request_group import RequestGroup
 from rvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("rvllm")
-
-T = TypeVar("T")
 
 _PREPARE_THREADS = 2
 _IDLE_SECONDS = 1.0  # after which the books of an idle engine are checked
@@ -125,7 +124,6 @@ class AsyncEngine:
         self._commands: list[Callable[[], None]] = []
         self._streams: dict[str, _Stream] = {}
         self._num_in_flight = 0
-        self._calls: set[Future[Any]] = set()  # of the commands that somebody waits for
         self._emptied: list[Future[None]] = []  # set when nothing is in flight
         self._rate = FinishingRate()
         self._is_stopping = False
@@ -135,6 +133,7 @@ class AsyncEngine:
 
         self._stats = engine.stats
         self._thread: threading.Thread | None = None
+        self._embedding_numbers = itertools.count()
         self._workers = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix="rvllm-prepare")
 
     def start(self) -> None:
@@ -174,7 +173,7 @@ class AsyncEngine:
         """The engine's counters after its latest step. From any thread."""
         return self._stats
 
-    async def generate(
+    def generate(
         self,
         request_id: str,
         prompt: str | Sequence[int],
@@ -191,38 +190,33 @@ class AsyncEngine:
         Raises, before the first output: ValueError for a bad request or an id in use, QueueFullError,
         EngineStoppedError; at any time EngineDeadError.
         """
-        _check(priority, timeout)
-        stream = self._open(request_id, params.n)
-        timer: asyncio.TimerHandle | None = None
-        try:
-            # All that wait age at the same rate, so their order is known when they arrive.
-            late = (stream.arrival - self._start_time) / self._aging_seconds
-            group = await stream.loop.run_in_executor(
-                self._workers, self.engine.prepare, request_id, prompt, params, 0, priority + late
-            )
-            self._post(partial(self._submit, stream, group))
-            if timeout is not None:
-                expire = partial(self._post_abort, stream, "timeout")
-                timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
-            finished = False
-            while not finished:
-                output = await self._take(stream)
-                finished = output.finished
-                yield output
-        finally:
-            if timer is not None:
-                timer.cancel()
-            self._close(stream)
+        prepare = partial(self.engine.prepare, request_id, prompt, params, 0)
+        return self._follow(request_id, params.n, prepare, priority, timeout)
 
     async def embed(self, prompts: Iterable[str | Sequence[int]]) -> list[tuple[list[float], int]]:
-        """Each prompt's embedding and number of tokens; others get a step between two of them.
+        """Each prompt's embedding and number of tokens, computed beside whatever else runs.
 
-        Raises as generate() does.
+        Raises as generate() does, and RuntimeError for a model whose hidden states are not finite numbers.
         """
-        vectors = []
-        for prompt in prompts:
-            vectors.append(await self._call(partial(self.engine.embed, prompt)))  # type: ignore[attr-defined]
-        return vectors
+        room = asyncio.Semaphore(self.engine.scheduler.max_num_seqs)  # more would not be faster
+        first = next(self._embedding_numbers)
+
+        async def embed_one(i: int, prompt: str | Sequence[int]) -> tuple[list[float], int]:
+            request_id = f"embedding-{first}-{i}"
+            prepare = partial(self.engine.prepare_embedding, request_id, prompt)
+            async with room:
+                outputs = [output async for output in self._follow(request_id, 1, prepare)]
+            completion = outputs[-1].outputs[0]
+            if completion.embedding is None:
+                raise RuntimeError(completion.error or "the engine is draining: it has dropped the prompt")
+            return completion.embedding, len(outputs[-1].prompt_token_ids)
+
+        tasks = [asyncio.ensure_future(embed_one(i, prompt)) for i, prompt in enumerate(prompts)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort" before the next step. From any thread."""
@@ -254,6 +248,35 @@ class AsyncEngine:
         self._fail_all(partial(EngineStoppedError, "the engine has been shut down"))
 
     # The callers' side.
+
+    async def _follow(
+        self,
+        request_id: str,
+        num_choices: int,
+        prepare: Callable[[float], RequestGroup],
+        priority: float = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        _check(priority, timeout)
+        stream = self._open(request_id, num_choices)
+        timer: asyncio.TimerHandle | None = None
+        try:
+            # All that wait age at the same rate, so their order is known when they arrive.
+            late = (stream.arrival - self._start_time) / self._aging_seconds
+            group = await stream.loop.run_in_executor(self._workers, prepare, priority + late)
+            self._post(partial(self._submit, stream, group))
+            if timeout is not None:
+                expire = partial(self._post_abort, stream, "timeout")
+                timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
+            finished = False
+            while not finished:
+                output = await self._take(stream)
+                finished = output.finished
+                yield output
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._close(stream)
 
     def _open(self, request_id: str, num_choices: int) -> _Stream:
         """Takes a request in, if there is room for it."""
@@ -310,27 +333,6 @@ class AsyncEngine:
                 raise stream.error
             await stream.event.wait()
             stream.event.clear()
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Runs function on the engine thread."""
-        result: Future[T] = Future()
-
-        def run() -> None:
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(function())
-                except Exception as error:
-                    result.set_exception(error)
-
-        with self._lock:
-            self._refuse()
-            self._calls.add(result)
-        try:
-            self._post(run)
-            return await asyncio.wrap_future(result)
-        finally:
-            with self._lock:
-                self._calls.discard(result)
 
     async def _wait_until_empty(self, timeout: float | None) -> bool:
         emptied: Future[None] = Future()
@@ -445,12 +447,9 @@ class AsyncEngine:
                 stream.error = make_error()
                 woken.setdefault(stream.loop, []).append(stream)
                 self._drop(stream)
-            calls = [call for call in self._calls if not call.done()]
             self._commands.clear()
         for loop, sleepers in woken.items():
             _wake(loop, sleepers)
-        for call in calls:
-            call.set_exception(make_error())
 
 
 def _check(priority: object, timeout: object) -> None:
