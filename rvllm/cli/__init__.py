@@ -8,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import bench, bench_serve, generate, info, perplexity, pull, serve
+from rvllm.cli import bench, bench_serve, chat, generate, info, perplexity, pull, serve
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
 COMMANDS = {
     "bench": bench,
     "bench serve": bench_serve,
+    "chat": chat,
     "generate": generate,
     "info": info,
     "perplexity": perplexity,

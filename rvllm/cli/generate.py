@@ -18,7 +18,7 @@ from rvllm.cli.arguments import (
     read_text,
     sampling_params,
 )
-from rvllm.cli.errors import CommandError, one_line, user_errors
+from rvllm.cli.errors import CommandError, one_line
 from rvllm.cli.printer import JSONPrinter, TextPrinter, use_utf8
 from rvllm.sampling_params import SamplingParams
 
