@@ -21,6 +21,59 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
+HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>
+
+[run](javascript:window.hacked=3) [data](data:text/html,<script>window.hacked=4</script>)
+[ok](https://example.com/?q="><svg/onload=window.hacked=5>) ![image](https://example.com/x.png)
+
+```"><img src=x onerror=window.hacked=6>
+</code></pre><script>window.hacked=7</script>
+```
+
+| <b onclick=window.hacked=8>cell</b> |
+|---|
+| `<i>code</i>` |"""
+
+MARKDOWN = """# Title
+
+Some **bold**, *slanted* and `code`; a [link](https://example.com/a).
+
+1. one
+2. two
+   - inner
+
+```python
+print("<hi>")
+```
+
+| a | b |
+|---|--:|
+| 1 | 2 |"""
+
+# The contrast of every text on every ground, by the names of their colours.
+CONTRASTS = """() => {
+  const probe = document.body.appendChild(document.createElement("i"));
+  const channels = (name) => {
+    probe.style.color = `var(--${name})`;
+    return getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  };
+  const luminance = (name) => channels(name).map((c) => c / 255)
+    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const found = {};
+  for (const ground of ["ground", "side", "raised", "sunken", "hover"])
+    for (const text of ["text", "muted", "accent", "warn", "bad"]) {
+      const [low, high] = [luminance(ground), luminance(text)].sort((a, b) => a - b);
+      found[`${text} on ${ground}`] = (high + 0.05) / (low + 0.05);
+    }
+  for (const [text, ground] of [["on-accent", "accent"], ["text", "bubble"], ["bad", "bad-ground"]]) {
+    const [low, high] = [luminance(ground), luminance(text)].sort((a, b) => a - b);
+    found[`${text} on ${ground}`] = (high + 0.05) / (low + 0.05);
+  }
+  probe.remove();
+  return found;
+}"""
+
 
 class FakeServer(ThreadingHTTPServer):
     """answers: the text for each last user message; others are echoed. failures: (status, headers, error) to give,

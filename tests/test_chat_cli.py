@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from echo_backend import EchoBackend
 from page_server import FakeServer, fake_server
+from server_client import TinyServer, make_llm
 from tiny_gguf import write_tiny_model
 
 from rvllm import LLM, SamplingParams
@@ -226,6 +227,36 @@ def test_server_hang_up(server: FakeServer) -> None:
     while not server.hang_ups:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_real_server_answers_as_the_model_here(tmp_path: Path) -> None:
+    llm = make_llm(tmp_path)
+    expected, got = [], []
+    here = ChatSession(LocalChat(llm, "tiny"), GREEDY, system="sys")
+    for question in ("one", "two"):
+        expected.append(text_of(here.ask(question)))
+    served = TinyServer(llm, api_keys=("secret",))
+    try:
+        with served.on_socket() as url:
+            with pytest.raises(ChatError, match=r"401: .*--api-key"):
+                ServerChat(url)
+            with pytest.raises(ChatError, match="only: tiny, other"):
+                ServerChat(url, "big", "secret")
+            there = ChatSession(ServerChat(url, "other", "secret"), GREEDY, system="sys")
+            for question in ("one", "two"):
+                got.append(text_of(there.ask(question)))
+            assert there.stats is not None and there.stats.num_prompt_tokens > 0
+            there.params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+            answer = there.ask("three")
+            while not next(answer).text:
+                pass
+            answer.close()  # type: ignore[attr-defined]
+            served.assert_idle()
+            text_of(there.ask("x" * 440))
+            assert len(there.messages) < 8 and there.messages[-2]["content"] == "x" * 440
+    finally:
+        served.close()
+    assert got == expected
 
 
 # As a pipe

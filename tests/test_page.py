@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from page_server import FakeServer, fake_server
+from page_server import CONTRASTS, HOSTILE, MARKDOWN, FakeServer, fake_server
+from server_client import TinyServer, make_llm
+
+from rvllm import SamplingParams
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 if not os.environ.get("CI"):
@@ -19,35 +24,6 @@ if not os.environ.get("CI"):
 from playwright.sync_api import Browser, Error, Locator, Page, expect, sync_playwright  # noqa: E402
 
 expect.set_options(timeout=20_000)
-
-HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>
-
-[run](javascript:window.hacked=3) [data](data:text/html,<script>window.hacked=4</script>)
-[ok](https://example.com/?q="><svg/onload=window.hacked=5>) ![image](https://example.com/x.png)
-
-```"><img src=x onerror=window.hacked=6>
-</code></pre><script>window.hacked=7</script>
-```
-
-| <b onclick=window.hacked=8>cell</b> |
-|---|
-| `<i>code</i>` |"""
-
-MARKDOWN = """# Title
-
-Some **bold**, *slanted* and `code`; a [link](https://example.com/a).
-
-1. one
-2. two
-   - inner
-
-```python
-print("<hi>")
-```
-
-| a | b |
-|---|--:|
-| 1 | 2 |"""
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +161,40 @@ def test_reasoning_is_apart_from_the_answer(page: Page, server: FakeServer) -> N
     send(page, "and")
     finish(page)
     assert server.requests[1]["messages"][1]["content"] == "You said: why"
+
+
+def test_the_real_server(browser: Browser, tmp_path: Path) -> None:
+    llm = make_llm(tmp_path)
+    question = {"role": "user", "content": "hello"}
+    expected = llm.chat([question], SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
+    served = TinyServer(llm, api_keys=("secret",))
+    page = browser.new_page()
+    try:
+        with served.on_socket() as url:
+            page.goto(url)
+            page.get_by_role("dialog").get_by_label("API key").fill("secret")
+            page.keyboard.press("Enter")
+            expect(page.get_by_label("Model")).to_have_value("tiny")
+            expect(page.locator("#server-state")).to_have_text("Ready")
+            page.get_by_role("button", name="Settings", exact=True).click()
+            page.get_by_role("spinbutton", name="Temperature").fill("0")
+            page.get_by_role("spinbutton", name="Longest answer").fill("12")
+            send(page, "hello")
+            expect(page.locator(".note")).to_have_text("Stopped at the token limit")
+            expect(page.locator(".figures")).to_contain_text("12 tokens")
+            kept = page.evaluate("Object.entries(localStorage).find(([k]) => k.startsWith('rvllm.chat.'))[1]")
+            assert json.loads(kept)["messages"][1]["content"] == expected
+            send(page, "x" * 600)
+            expect(page.get_by_role("alert")).to_contain_text("too long for this model")
+            page.get_by_role("button", name="New chat").click()
+            page.get_by_role("spinbutton", name="Longest answer").fill("400")
+            send(page, "hello")
+            expect(page.locator(".message.assistant .figures")).to_contain_text("tokens")
+            page.keyboard.press("Escape")
+            served.assert_idle()
+    finally:
+        page.close()
+        served.close()
 
 
 # Text
@@ -412,30 +422,6 @@ def test_theme_follows_the_system_until_it_is_chosen(page: Page) -> None:
     assert ground() == dark
     page.get_by_role("button", name="Theme: dark").click()
     assert ground() == light
-
-
-CONTRASTS = """() => {
-  const probe = document.body.appendChild(document.createElement("i"));
-  const channels = (name) => {
-    probe.style.color = `var(--${name})`;
-    return getComputedStyle(probe).color.match(/[\\d.]+/g).slice(0, 3).map(Number);
-  };
-  const luminance = (name) => channels(name).map((c) => c / 255)
-    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const found = {};
-  for (const ground of ["ground", "side", "raised", "sunken", "hover"])
-    for (const text of ["text", "muted", "accent", "warn", "bad"]) {
-      const [low, high] = [luminance(ground), luminance(text)].sort((a, b) => a - b);
-      found[`${text} on ${ground}`] = (high + 0.05) / (low + 0.05);
-    }
-  for (const [text, ground] of [["on-accent", "accent"], ["text", "bubble"], ["bad", "bad-ground"]]) {
-    const [low, high] = [luminance(ground), luminance(text)].sort((a, b) => a - b);
-    found[`${text} on ${ground}`] = (high + 0.05) / (low + 0.05);
-  }
-  probe.remove();
-  return found;
-}"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
