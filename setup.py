@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,8 +64,20 @@ CXX_FLAGS = [
 ]
 
 
+def target_machines() -> list[str]:
+    """The processors to compile for: macOS may name others than this machine's, and several at a time."""
+    flags = os.environ.get("ARCHFLAGS") or sysconfig.get_config_var("CFLAGS") or ""
+    return re.findall(r"-arch\s+(\S+)", flags) or [platform.machine()]
+
+
 def isa_flags() -> dict[str, list[str]]:
-    return ISA_FLAGS.get(MACHINES.get(platform.machine(), platform.machine()), {})
+    machines = target_machines()
+    flags: dict[str, list[str]] = {}
+    for machine in machines:
+        for source, own in ISA_FLAGS.get(MACHINES.get(machine, machine), {}).items():
+            # Compiled for all machines at once, a file is empty on those that it is not for.
+            flags[source] = own if len(machines) == 1 else [w for f in own for w in (f"-Xarch_{machine}", f)]
+    return flags
 
 
 def sanitizer_flags() -> list[str]:

@@ -97,8 +97,8 @@ MemoryInfo CpuBackend::memory_info() const {
 }
 
 std::shared_ptr<float> CpuBackend::alloc(int64_t count) {
-  void* p = std::aligned_alloc(64, (size_t(count) * sizeof(float) + 63) / 64 * 64);
-  if (!p) throw std::bad_alloc();
+  void* p = nullptr;  // not aligned_alloc, which older macOS does not have
+  if (posix_memalign(&p, 64, size_t(count) * sizeof(float)) != 0) throw std::bad_alloc();
   return {static_cast<float*>(p), std::free};
 }
 

@@ -1,4 +1,5 @@
 // 256-bit vectors; integer dot products by maddubs.
+#if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "cpu/kernels.h"
@@ -17,3 +18,4 @@ const Kernels& kernels_avx2() {
 }
 
 }  // namespace rvllm
+#endif

@@ -1,4 +1,5 @@
 // 512-bit vectors; integer dot products by vpdpbusd.
+#if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "cpu/kernels.h"
@@ -17,3 +18,4 @@ const Kernels& kernels_avx512_vnni() {
 }
 
 }  // namespace rvllm
+#endif

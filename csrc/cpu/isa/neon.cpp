@@ -1,4 +1,5 @@
 // 128-bit vectors of Arm; integer dot products by sdot.
+#if defined(__aarch64__)
 #include <arm_neon.h>
 
 #include "cpu/kernels.h"
@@ -17,3 +18,4 @@ const Kernels& kernels_neon() {
 }
 
 }  // namespace rvllm
+#endif
