@@ -17,6 +17,7 @@ from setuptools.command.build_ext import build_ext
 CORE_SOURCES = [
     "csrc/bind.cpp",
     "csrc/bind_ops.cpp",
+    "csrc/bind_profiler.cpp",
     "csrc/model.cpp",
     "csrc/pooler.cpp",
     "csrc/profiler.cpp",
@@ -25,6 +26,7 @@ CORE_SOURCES = [
     "csrc/sampler.cpp",
     "csrc/thread_pool.cpp",
     "csrc/cpu/arena.cpp",
+    "csrc/cpu/ceilings.cpp",
     "csrc/cpu/cpu_backend.cpp",
     "csrc/cpu/cpu_features.cpp",
     "csrc/cpu/repack.cpp",

@@ -66,6 +66,12 @@ struct MemoryInfo {
   size_t total_bytes = 0;
 };
 
+// The rates of the two things that bound a model, with all threads.
+struct Ceilings {
+  double bytes_per_second = 0;  // reading memory
+  double macs_per_second = 0;   // int8 multiply-accumulates, on data at hand
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -73,6 +79,7 @@ class Backend {
   virtual std::string name() const = 0;
   virtual MemoryInfo memory_info() const = 0;
   virtual ThreadPool& pool() = 0;  // for work on the host, such as sampling
+  virtual Ceilings measure_ceilings() = 0;  // takes about 0.2 s; for the profiler
 
   virtual std::shared_ptr<float> alloc(int64_t count) = 0;                      // floats, in device memory
   virtual void upload(float* dst, const float* src, int64_t count) = 0;         // host to device

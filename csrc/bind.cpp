@@ -8,11 +8,11 @@
 
 #include "check.h"
 #include "bind_ops.h"
+#include "bind_profiler.h"
 #include "cpu/cpu_backend.h"
 #include "cpu/cpu_features.h"
 #include "model.h"
 #include "pooler.h"
-#include "profiler.h"
 #include "quant.h"
 #include "sampler.h"
 
@@ -154,17 +154,6 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("isa") = "")
       .def_property_readonly("isa", [](const CpuBackend& b) { return std::string(b.isa()); });
 
-  py::class_<ProfiledBackend, Backend, std::shared_ptr<ProfiledBackend>>(m, "ProfiledBackend")
-      .def(py::init<std::shared_ptr<Backend>>(), py::arg("backend"))
-      .def("reset", &ProfiledBackend::reset)
-      .def("rows",
-           [](const ProfiledBackend& b) {
-             py::list rows;
-             for (const ProfileRow& r : b.rows()) rows.append(py::make_tuple(r.name, r.calls, r.seconds, r.bytes, r.macs));
-             return rows;
-           },
-           "[(operation, calls, seconds, bytes, multiply-accumulates), ...], slowest first.");
-
   py::class_<Sampler>(m, "Sampler")
       .def(py::init([](int vocab_size, double temperature, double top_p, int top_k, double min_p,
                        double repetition_penalty, double presence_penalty, double frequency_penalty, uint64_t seed,
@@ -221,6 +210,7 @@ PYBIND11_MODULE(_core, m) {
       .def("logits", &logits, py::arg("arrays"), "Logits of logits_indices as float32 [B', vocab_size].");
 
   bind_ops(m);
+  bind_profiler(m);
 }
 
 }  // namespace rvllm

@@ -3,15 +3,69 @@
 #include <algorithm>
 
 namespace rvllm {
+namespace {
+
+enum Operation : size_t {
+  kSampling, kUpload, kDownload, kEmbedding, kRmsNorm, kRope, kStoreKv, kPagedAttention, kGatedActivation, kAdd,
+  kGatherRows, kFirstLinear,
+};
+constexpr const char* kNames[kFirstLinear] = {
+    "sampling", "upload", "download", "embedding", "rms_norm", "rope", "store_kv", "paged_attention",
+    "gated_activation", "add", "gather_rows",
+};
+
+}  // namespace
+
+ProfiledBackend::ProfiledBackend(std::shared_ptr<Backend> backend)
+    : backend_(std::move(backend)), recorder_(backend_->pool().record()) {
+  for (const char* name : kNames) rows_.push_back({name});
+}
 
 std::vector<ProfileRow> ProfiledBackend::rows() const {
-  std::vector<ProfileRow> rows;
-  for (const auto& [name, row] : rows_) {
-    rows.push_back(row);
-    rows.back().name = name;
+  std::vector<ProfileRow> rows = rows_;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const TimeLog::Total caller = recorder_.threads[0].total(i);
+    rows[i].calls = caller.slices;
+    rows[i].ns = caller.ns;
+    rows[i].busy_ns.push_back(caller.ns - recorder_.waiting.total(i).ns);
+    for (size_t t = 1; t < recorder_.threads.size(); ++t) rows[i].busy_ns.push_back(recorder_.threads[t].total(i).ns);
   }
-  std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.seconds > b.seconds; });
   return rows;
+}
+
+void ProfiledBackend::reset() {
+  reset_totals();
+  for (TimeLog& thread : recorder_.threads) thread.reset();
+  recorder_.waiting.reset();
+}
+
+void ProfiledBackend::reset_totals() {
+  for (ProfileRow& row : rows_) row = {row.name};
+  for (TimeLog& thread : recorder_.threads) thread.reset_totals();
+  recorder_.waiting.reset_totals();
+}
+
+std::unique_ptr<KVCache> ProfiledBackend::alloc_kv_cache(const KVCacheSpec& spec) {
+  kv_bytes_ = double(backend_->kv_cache_bytes(spec)) / spec.num_layers / spec.num_blocks / spec.block_size;
+  return backend_->alloc_kv_cache(spec);
+}
+
+size_t ProfiledBackend::linear_row(const Weight& weight) {
+  const auto at = std::find(linear_names_.begin(), linear_names_.end(), weight.name);
+  const size_t row = kFirstLinear + size_t(at - linear_names_.begin());
+  if (row == rows_.size()) {
+    linear_names_.push_back(weight.name);
+    rows_.push_back({"linear " + weight.name});
+  }
+  return row;
+}
+
+void ProfiledBackend::upload(float* dst, const float* src, int64_t count) {
+  time(kUpload, 4.0 * double(count), 0, [&] { backend_->upload(dst, src, count); });
+}
+
+void ProfiledBackend::download(float* dst, const float* src, int64_t count) {
+  time(kDownload, 4.0 * double(count), 0, [&] { backend_->download(dst, src, count); });
 }
 
 void ProfiledBackend::begin_step(const Batch& batch) {
@@ -19,59 +73,52 @@ void ProfiledBackend::begin_step(const Batch& batch) {
   backend_->begin_step(batch);
 }
 
-void ProfiledBackend::upload(float* dst, const float* src, int64_t count) {
-  time("upload", 4.0 * double(count), 0, [&] { backend_->upload(dst, src, count); });
-}
-
-void ProfiledBackend::download(float* dst, const float* src, int64_t count) {
-  time("download", 4.0 * double(count), 0, [&] { backend_->download(dst, src, count); });
-}
-
 void ProfiledBackend::embedding(Tensor out, const Weight& table, float scale) {
   const double bytes = double(table.bytes) / double(table.rows) * double(out.rows);
-  time("embedding", bytes, 0, [&] { backend_->embedding(out, table, scale); });
+  time(kEmbedding, bytes, 0, [&] { backend_->embedding(out, table, scale); });
 }
 
 void ProfiledBackend::rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) {
-  time("rms_norm", 0, 0, [&] { backend_->rms_norm(out, x, weight, eps); });
+  time(kRmsNorm, 0, 0, [&] { backend_->rms_norm(out, x, weight, eps); });
 }
 
 void ProfiledBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   const double macs = double(x.rows) * double(weight.rows) * double(weight.cols);
-  time("linear " + weight.name, double(weight.bytes), macs, [&] { backend_->linear(out, x, weight); });
+  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->linear(out, x, weight); });
 }
 
 void ProfiledBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
-  time("rope", 0, 0, [&] { backend_->rope(x, head_dim, cos_sin, interleaved); });
+  time(kRope, 0, 0, [&] { backend_->rope(x, head_dim, cos_sin, interleaved); });
 }
 
 void ProfiledBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
-  time("store_kv", 4.0 * double(k.rows * k.cols), 0, [&] { backend_->store_kv(cache, layer, k, v); });
+  time(kStoreKv, kv_bytes_ * double(k.rows), 0, [&] { backend_->store_kv(cache, layer, k, v); });
 }
 
 void ProfiledBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                       const AttentionParams& params) {
-  double bytes = 0, macs = 0;
-  for (int r = 0; r < batch_->num_requests; ++r) {
-    const double context = batch_->context_lens[r];
-    const double visible = params.window > 0 ? std::min<double>(context, params.window) : context;
-    const double queries = batch_->query_start_loc[r + 1] - batch_->query_start_loc[r];
-    bytes += visible * params.num_kv_heads * params.head_dim * 4.0;
-    macs += queries * visible * params.num_heads * params.head_dim * 2.0;
+  const Batch& b = *batch_;
+  double read = 0, seen = 0;  // positions: those of a request together, and of each token
+  for (int r = 0; r < b.num_requests; ++r) {
+    const int begin = b.query_start_loc[r], end = b.query_start_loc[r + 1];
+    const int visible = params.window > 0 ? params.window : b.context_lens[r];
+    read += std::min(b.context_lens[r], visible + end - begin - 1);
+    for (int t = begin; t < end; ++t) seen += std::min(b.positions[t] + 1, visible);
   }
-  time("paged_attention", bytes, macs, [&] { backend_->paged_attention(out, q, cache, layer, params); });
+  time(kPagedAttention, read * kv_bytes_, seen * params.num_heads * params.head_dim * 2,
+       [&] { backend_->paged_attention(out, q, cache, layer, params); });
 }
 
 void ProfiledBackend::gated_activation(Tensor out, Tensor gate_up, Gate gate) {
-  time("gated_activation", 0, 0, [&] { backend_->gated_activation(out, gate_up, gate); });
+  time(kGatedActivation, 0, 0, [&] { backend_->gated_activation(out, gate_up, gate); });
 }
 
 void ProfiledBackend::add(Tensor x, Tensor y) {
-  time("add", 0, 0, [&] { backend_->add(x, y); });
+  time(kAdd, 0, 0, [&] { backend_->add(x, y); });
 }
 
 void ProfiledBackend::gather_rows(Tensor out, Tensor x) {
-  time("gather_rows", 0, 0, [&] { backend_->gather_rows(out, x); });
+  time(kGatherRows, 0, 0, [&] { backend_->gather_rows(out, x); });
 }
 
 }  // namespace rvllm

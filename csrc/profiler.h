@@ -2,14 +2,12 @@
 // off, nothing of it runs.
 #pragma once
 
-#include <chrono>
-#include <map>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "backend.h"
+#include "recorder.h"
 
 namespace rvllm {
 
@@ -17,20 +15,26 @@ namespace rvllm {
 struct ProfileRow {
   std::string name;
   int64_t calls = 0;
-  double seconds = 0;
+  int64_t ns = 0;    // as the caller saw it
   double bytes = 0;  // weights and KV cache read or written; activations stay in the caches
   double macs = 0;   // multiply-accumulates
+  std::vector<int64_t> busy_ns = {};  // of each thread of the pool, the caller's first
 };
 
 class ProfiledBackend final : public Backend {
  public:
-  explicit ProfiledBackend(std::shared_ptr<Backend> backend) : backend_(std::move(backend)) {}
+  explicit ProfiledBackend(std::shared_ptr<Backend> backend);
 
-  std::vector<ProfileRow> rows() const;  // slowest first
-  void reset() { rows_.clear(); }
+  // By operation, as slices number them; those without calls have not run. Row 0 is what the pool does outside of
+  // operations, which is sampling.
+  std::vector<ProfileRow> rows() const;
+  const Recorder& recorder() const { return recorder_; }
+  void reset();
+  void reset_totals();  // slices are kept
 
   std::string name() const override { return backend_->name(); }
   MemoryInfo memory_info() const override { return backend_->memory_info(); }
+  Ceilings measure_ceilings() override { return backend_->measure_ceilings(); }
   ThreadPool& pool() override { return backend_->pool(); }
   std::shared_ptr<float> alloc(int64_t count) override { return backend_->alloc(count); }
   void synchronize() override { backend_->synchronize(); }
@@ -41,7 +45,7 @@ class ProfiledBackend final : public Backend {
     return backend_->load_weight(parts, biases);
   }
   std::unique_ptr<Weight> load_vector(const HostTensor& tensor) override { return backend_->load_vector(tensor); }
-  std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) override { return backend_->alloc_kv_cache(spec); }
+  std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) override;
   size_t kv_cache_bytes(const KVCacheSpec& spec) const override { return backend_->kv_cache_bytes(spec); }
 
   void begin_step(const Batch& batch) override;
@@ -57,21 +61,25 @@ class ProfiledBackend final : public Backend {
   void gather_rows(Tensor out, Tensor x) override;
 
  private:
-  // Runs an operation to its end and adds its time to the row of that name.
+  // Runs an operation to its end and adds its time and work to its row.
   template <class Op>
-  void time(const std::string& name, double bytes, double macs, const Op& op) {
-    const auto start = std::chrono::steady_clock::now();
+  void time(size_t row, double bytes, double macs, const Op& op) {
+    recorder_.operation = int64_t(row);
+    const int64_t start = now_ns();
     op();
     backend_->synchronize();
-    ProfileRow& row = rows_[name];
-    row.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    row.calls += 1;
-    row.bytes += bytes;
-    row.macs += macs;
+    recorder_.threads[0].add(int64_t(row), start, now_ns());
+    recorder_.operation = 0;
+    rows_[row].bytes += bytes;
+    rows_[row].macs += macs;
   }
+  size_t linear_row(const Weight& weight);
 
   std::shared_ptr<Backend> backend_;
-  std::map<std::string, ProfileRow> rows_;
+  Recorder& recorder_;  // the pool's
+  std::vector<ProfileRow> rows_;
+  std::vector<std::string> linear_names_;  // of the weights of the last rows
+  double kv_bytes_ = 0;                    // of one token in one layer
   const Batch* batch_ = nullptr;
 };
 

@@ -1,6 +1,9 @@
 #include "thread_pool.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,10 +28,16 @@ inline void pause() {
 ThreadPool::ThreadPool(int num_threads) {
   // Spinning threads that share a core only keep the others from working.
   spins_ = num_threads <= int(std::thread::hardware_concurrency()) ? kSpins : 0;
-  for (int i = 1; i < num_threads; ++i) workers_.emplace_back(&ThreadPool::work, this, i);
+  for (int i = 1; i < num_threads; ++i) try {
+      workers_.emplace_back(&ThreadPool::work, this, i);
+    } catch (const std::system_error& error) {
+      stop();
+      throw std::runtime_error("cannot start thread " + std::to_string(i + 1) + " of " + std::to_string(num_threads) +
+                               ": " + error.code().message());
+    }
 }
 
-ThreadPool::~ThreadPool() {
+void ThreadPool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_.store(true);
@@ -37,21 +46,38 @@ ThreadPool::~ThreadPool() {
   for (std::thread& worker : workers_) worker.join();
 }
 
+Recorder& ThreadPool::record() {
+  if (!recorder_) recorder_ = std::make_unique<Recorder>(size());
+  return *recorder_;
+}
+
 void ThreadPool::take_ranges(uint32_t generation, int thread) {
+  int64_t taken = 0, start = 0;
   uint64_t state = state_.load(std::memory_order_acquire);
   while (state >> 32 == generation && uint32_t(state) != 0) {
     const auto* body = body_.load(std::memory_order_relaxed);
     const int64_t count = count_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
     if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    if (taken == 0 && thread > 0 && recorder_) start = now_ns();
     const int64_t begin = int64_t(uint32_t(state) - 1) * grain;
     (*body)(begin, std::min(begin + grain, count), thread);
-    finished_.fetch_add(1, std::memory_order_release);
+    ++taken;
     state = state_.load(std::memory_order_acquire);
   }
+  if (taken == 0) return;
+  if (thread > 0 && recorder_) recorder_->threads[size_t(thread)].add(recorder_->operation, start, now_ns());
+  finished_.fetch_add(taken, std::memory_order_release);  // after this the caller may go on
 }
 
 void ThreadPool::parallel_for(int64_t count, int64_t grain,
                               const std::function<void(int64_t, int64_t, int)>& body) {
+  if (!recorder_ || recorder_->operation != 0) return run(count, grain, body);
+  const int64_t start = now_ns();
+  run(count, grain, body);
+  recorder_->threads[0].add(0, start, now_ns());
+}
+
+void ThreadPool::run(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t, int)>& body) {
   if (count <= 0) return;
   const int64_t ranges = (count + grain - 1) / grain;
   if (workers_.empty() || ranges == 1) {
@@ -71,12 +97,18 @@ void ThreadPool::parallel_for(int64_t count, int64_t grain,
   }
   if (wake) wake_.notify_all();
   take_ranges(generation, 0);
+  if (finished_.load(std::memory_order_acquire) != ranges) wait_for(ranges);
+}
+
+void ThreadPool::wait_for(int64_t ranges) {
+  const int64_t start = recorder_ ? now_ns() : 0;
   for (int spin = 0; finished_.load(std::memory_order_acquire) != ranges; ++spin) {
     if (spin < spins_)
       pause();
     else
       std::this_thread::yield();
   }
+  if (recorder_) recorder_->waiting.add(recorder_->operation, start, now_ns());
 }
 
 void ThreadPool::work(int thread) {

@@ -5,16 +5,20 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "recorder.h"
 
 namespace rvllm {
 
 class ThreadPool {
  public:
+  // Throws runtime_error if the system refuses a thread.
   explicit ThreadPool(int num_threads);
-  ~ThreadPool();
+  ~ThreadPool() { stop(); }
   ThreadPool(const ThreadPool&) = delete;
 
   int size() const { return int(workers_.size()) + 1; }
@@ -24,11 +28,18 @@ class ThreadPool {
   // One call at a time; body must not throw.
   void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t, int)>& body);
 
+  // From now on, notes who works when; not to be called during a loop. The recorder lives as long as the pool.
+  Recorder& record();
+
  private:
+  void run(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t, int)>& body);
+  void wait_for(int64_t ranges);  // until so many are finished
   void work(int thread);
   void take_ranges(uint32_t generation, int thread);
+  void stop();
 
   std::vector<std::thread> workers_;
+  std::unique_ptr<Recorder> recorder_;
   // The loop under way. Written while no range is left to take, so only who takes one may trust what it read.
   std::atomic<const std::function<void(int64_t, int64_t, int)>*> body_{nullptr};
   std::atomic<int64_t> count_{0}, grain_{1};

@@ -35,6 +35,7 @@ class EngineConfig:
     num_threads: int | None = None
     isa: str | None = None
     seed: int | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         limits = {

@@ -18,6 +18,7 @@ from rvllm.engine import LLMEngine
 from rvllm.gguf_file import GGUFFile
 from rvllm.model_runner import ModelRunner
 from rvllm.models import resolve_model
+from rvllm.profile import ProfiledEngine
 from rvllm.request import RequestOutput
 from rvllm.request_group import RequestGroup
 from rvllm.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class LLM:
     num_threads: None: the processors this process may use.
     isa: scalar, avx2, avx512_vnni, amx or neon; None: $RVLLM_ISA, else the best that the machine has.
     seed: from which requests without a seed of their own get theirs; None: a random one.
+    profile: time every operation; LLM.profile then has table() and write_trace().
 
     Raises ModelError (no such model), GGUFError and TokenizerError (a bad file; both are ValueErrors), and
     ValueError for a setting that is out of range or cannot be had.
@@ -67,6 +69,7 @@ class LLM:
         num_threads: int | None = None,
         isa: str | None = None,
         seed: int | None = None,
+        profile: bool = False,
     ) -> None:
         engine_config = EngineConfig(
             device=device,
@@ -81,6 +84,7 @@ class LLM:
             num_threads=num_threads,
             isa=isa,
             seed=seed,
+            profile=profile,
         )
         with GGUFFile(resolve_model(model)) as gguf:
             model_config = ModelConfig.from_gguf(gguf)
@@ -90,7 +94,11 @@ class LLM:
                 self.tokenizer = Tokenizer.from_file(tokenizer, gguf.metadata)
             self.chat_template = ChatTemplate.from_gguf(gguf.metadata, self.tokenizer)
             runner = ModelRunner(gguf, model_config, engine_config)
-        self.engine = LLMEngine(model_config, engine_config, self.tokenizer, runner)
+        self.profile = runner.profile
+        arguments = (model_config, engine_config, self.tokenizer, runner)
+        self.engine = (
+            LLMEngine(*arguments) if self.profile is None else ProfiledEngine(*arguments, self.profile)
+        )
         self._request_numbers = itertools.count()
         self._lock = threading.Lock()  # held while the engine is used
         self._abandoned: deque[str] = deque()  # requests to abort when it is free

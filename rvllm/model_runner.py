@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import numpy as np
 from rvllm import _batch, _core
 from rvllm.config import EngineConfig, ModelConfig
 from rvllm.gguf_file import GGUFError, GGUFFile, printable
+from rvllm.profile import Profile
 from rvllm.request import Request, SampledToken
 from rvllm.sampling_params import SamplingParams
 from rvllm.system import available_cpus, available_memory
@@ -36,6 +38,9 @@ class ModelRunner:
         cache size that cannot be had.
         """
         self.backend = _make_backend(config)
+        self.profile = Profile(self.backend) if config.profile else None
+        if self.profile is not None:
+            self.backend = self.profile.backend
         self.vocab_size = model_config.vocab_size
         self._hidden_size = model_config.hidden_size
         self._pooling = model_config.pooling
@@ -45,6 +50,8 @@ class ModelRunner:
         self.kv_bytes_per_block = self._model.kv_cache_bytes(1, config.block_size)
         self.num_blocks = self._choose_num_blocks(model_config, config)
         self._model.alloc_kv_cache(self.num_blocks, config.block_size)
+        if self.profile is not None:
+            self.profile.reset()  # threads have repacked weights
 
     def _choose_num_blocks(self, model_config: ModelConfig, config: EngineConfig) -> int:
         if config.num_blocks is not None:
@@ -106,7 +113,8 @@ class ModelRunner:
         """Computes the next num_tokens of each request; returns a token (or an embedding, or an error) for each request
         that has reached its last known one, in order. Prompt log-probabilities go to the requests."""
         arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size)
-        rows = self._model.step(_core.StepArrays(*arrays), readers, pooled)
+        with self._timed(len(scheduled), len(arrays[0])):
+            rows = self._model.step(_core.StepArrays(*arrays), readers, pooled)
         results: dict[Request, SampledToken] = {}
         for request, (token_id, entries, error) in zip(requests, rows, strict=True):
             logprobs = None if entries is None else {i: (p, rank) for i, p, rank in entries}
@@ -136,18 +144,22 @@ class ModelRunner:
             slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
             count = stop - start
             wanted = np.arange(max(first - start, 0), count, dtype=np.int32)
-            logits[max(start - first, 0) : max(stop - first, 0)] = self._model.logits(
-                _core.StepArrays(
-                    ids[start:stop],
-                    positions,
-                    slots,
-                    np.array([0, count], np.int32),
-                    np.array([stop], np.int32),
-                    table[None, :],
-                    wanted,
-                )
+            arrays = _core.StepArrays(
+                ids[start:stop],
+                positions,
+                slots,
+                np.array([0, count], np.int32),
+                np.array([stop], np.int32),
+                table[None, :],
+                wanted,
             )
+            with self._timed(1, count):
+                logits[max(start - first, 0) : max(stop - first, 0)] = self._model.logits(arrays)
         return logits
+
+    def _timed(self, num_requests: int, num_tokens: int) -> AbstractContextManager[None]:
+        """Around a native call."""
+        return nullcontext() if self.profile is None else self.profile.native_call(num_requests, num_tokens)
 
 
 def _embedding(pooler: _core.Pooler) -> SampledToken:

@@ -9,6 +9,7 @@
 #include <new>
 
 #include "check.h"
+#include "cpu/ceilings.h"
 #include "cpu/cpu_features.h"
 #include "cpu/repack.h"
 
@@ -95,6 +96,8 @@ MemoryInfo CpuBackend::memory_info() const {
 #endif
   return info;
 }
+
+Ceilings CpuBackend::measure_ceilings() { return rvllm::measure_ceilings(pool_, kernels_); }
 
 std::shared_ptr<float> CpuBackend::alloc(int64_t count) {
   void* p = nullptr;  // not aligned_alloc, which older macOS does not have

@@ -21,6 +21,7 @@ class CpuBackend final : public Backend {
   const char* isa() const { return kernels_.name; }
   ThreadPool& pool() override { return pool_; }
   MemoryInfo memory_info() const override;
+  Ceilings measure_ceilings() override;
 
   std::shared_ptr<float> alloc(int64_t count) override;
   void upload(float* dst, const float* src, int64_t count) override;

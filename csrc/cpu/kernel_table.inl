@@ -26,6 +26,7 @@ constexpr Kernels make_table(const char* name, TypeList<Types...>) {
       {linear_kernel<Types>()...},
       {&unpack_row<Types>...},
       &quantize_rows, &rms_norm, &rope, &gated_activation, &add_to, &scale_by, &store_kv, &attend_partition, &merge_partition,
+      &dot_products,
   };
 }
 

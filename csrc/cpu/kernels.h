@@ -42,6 +42,8 @@ struct UnpackRowArgs {
   const Codebook* codebook;
 };
 
+constexpr int kRowBlock = 64;  // rows whose activations and sums stay in the first-level cache with a chunk of codes
+
 constexpr int kPartition = 256;   // positions of context worked on at a time; partitions are merged in ascending order
 constexpr int kMaxQueryRows = 32; // query rows (tokens x heads of one KV head) worked on together
 
@@ -110,6 +112,10 @@ struct Kernels {
 
   // Adds a partition to the sum of those before it. arXiv:1805.02867
   void (*merge_partition)(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum);
+
+  // What is left of linear without unpacking and scales, for the ceiling of its rate: x [kRowBlock, 32 kMaxChunk] times
+  // a chunk of codes below 16, [kMaxChunk][kTileCodes]; out [kRowBlock, kTileCols].
+  void (*dot_products)(const uint8_t* codes, const int8_t* x, float* out);
 };
 
 const Kernels& kernels_scalar();

@@ -5,8 +5,6 @@
 //   sum = fma(M, s * J, sum) for formats with minima, J = sum of q (times sub-minima of 16 k)
 // I and J are exact integers. Float weights: sum = fma(w, x, sum) over ascending k.
 
-constexpr int kRowBlock = 64;  // rows whose activations and sums stay in the first-level cache with a chunk of codes
-
 inline void unpack_codes(int bits, const uint8_t* p, uint8_t* out) {
   if (bits == 8) {
     for (int i = 0; i < kTileCodes; ++i) out[i] = uint8_t(p[i] + kByteOffset);
@@ -164,6 +162,23 @@ void linear_quantized(const LinearArgs& args, int begin, int end) {
       }
       finish_tile(args, tile, row0, rows, sums);
     }
+  }
+}
+
+void dot_products(const uint8_t* codes, const int8_t* x, float* out) {
+  constexpr int kIn = 32 * kMaxChunk;
+  for (int row = 0; row < kRowBlock; row += kRows) {
+    IVec sum[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) sum[r] = iset1(0);
+    for (int b = 0; b < kMaxChunk; ++b) {
+      IVec dot[kRows];
+      dot_rows<4, kGroups, kRows>(codes + b * kTileCodes, x + row * kIn + 32 * b, kIn, dot);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sum[r] = iadd(sum[r], dot[r]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) store(out + (row + r) * kTileCols, to_float(sum[r]));
   }
 }
 

@@ -102,7 +102,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
 # fmt: on
 
 
-def load_llm(args: argparse.Namespace, seed: int | None = None) -> LLM:
+def load_llm(args: argparse.Namespace, seed: int | None = None, profile: bool = False) -> LLM:
     """Loads the model that args ask for; seed: the engine's. Raises CommandError."""
     logging.basicConfig(format="rvllm: warning: %(message)s", level=logging.WARNING)
     with user_errors():
@@ -123,4 +123,5 @@ def load_llm(args: argparse.Namespace, seed: int | None = None) -> LLM:
             num_threads=args.threads,
             isa=args.isa,
             seed=seed,
+            profile=profile,
         )

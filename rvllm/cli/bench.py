@@ -21,10 +21,17 @@ from typing import TYPE_CHECKING
 
 from rvllm.cli.arguments import add_engine_arguments, load_llm
 from rvllm.cli.errors import CommandError, user_errors
+from rvllm.cli.profiling import (
+    add_profile_arguments,
+    begin_profile,
+    print_profile,
+    wants_profile,
+    write_profile_trace,
+)
 
 if TYPE_CHECKING:
     from rvllm.benchmark import Workload
-    from rvllm.engine import LLMEngine
+    from rvllm.llm import LLM
     from rvllm.trace import TraceEntry
 
 HELP = "measure speed"
@@ -76,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print a list of rows keyed by column; for a trace, one object")
     add("--plot", type=Path, metavar="FILE", help="draw speed over batch size, such as out.png (needs rvllm[bench])")
     add_engine_arguments(parser)
+    add_profile_arguments(parser)
 
 
 def add_workload_arguments(group: argparse._ActionsContainer) -> None:
@@ -105,8 +113,9 @@ def run(args: argparse.Namespace) -> int:
     with user_errors():
         workloads = make_workloads(args)
     args.max_num_seqs = max(args.max_num_seqs, *args.batch_sizes)
-    llm = load_llm(args)
-    rows = _sweep(llm.engine, workloads, args)
+    llm = load_llm(args, profile=wants_profile(args))
+    rows = _sweep(llm, workloads, args)
+    write_profile_trace(args, llm)
     if args.json:
         print(json.dumps(rows, indent=2))
     if args.plot is not None:
@@ -127,33 +136,36 @@ def make_workloads(args: argparse.Namespace) -> list[Workload]:
     ]
 
 
-def _sweep(
-    engine: LLMEngine, workloads: Sequence[Workload], args: argparse.Namespace
-) -> list[dict[str, float]]:
+def _sweep(llm: LLM, workloads: Sequence[Workload], args: argparse.Namespace) -> list[dict[str, float]]:
     from rvllm.benchmark import Benchmark
 
-    benchmark = Benchmark(engine, args.seed)
+    benchmark = Benchmark(llm.engine, args.seed)
     rows = []
     for workload in workloads:
         with user_errors():
             benchmark.measure(workload)  # the warm-up
+            begin_profile(llm)
             rows.append(benchmark.measure(workload, args.repeat).row())
         if not args.json:
             if len(rows) == 1:
                 _print_header(COLUMNS)
             _print_row(COLUMNS, rows[-1])
+        print_profile(args, llm, f"B = {workload.batch_size}, {args.repeat} runs: ")
     return rows
 
 
 def _run_trace(args: argparse.Namespace) -> int:
     entries = _read_trace(args.trace_file)
-    llm = load_llm(args)
+    llm = load_llm(args, profile=wants_profile(args))
     from rvllm.trace import Trace
 
     with user_errors():
         trace = Trace(llm.engine, entries, args.shared_prefix, args.seed)
         trace.measure()  # the warm-up
+        begin_profile(llm)
         result = trace.measure(args.repeat)
+    print_profile(args, llm, f"{args.repeat} runs: ")
+    write_profile_trace(args, llm)
     rows, summary = [request.row() for request in result.requests], result.summary()
     if args.json:
         print(json.dumps({**summary, "requests": rows}, indent=2))

@@ -20,6 +20,7 @@ from rvllm.cli.arguments import (
 )
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.cli.printer import JSONPrinter, TextPrinter, use_utf8
+from rvllm.cli.profiling import add_profile_arguments, print_profile, wants_profile, write_profile_trace
 from rvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print a line of JSON for each prompt")
     group.add_argument("--debug", action="store_true", help="report on standard error what the engine did")
     add_engine_arguments(parser)
+    add_profile_arguments(parser)
 # fmt: on
 
 
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--system needs --chat")
     if len(steps) not in (1, len(prompts)):
         raise CommandError(f"--arrival-step: {len(steps)} numbers for {len(prompts)} prompts")
-    llm = load_llm(args)
+    llm = load_llm(args, profile=wants_profile(args))
     _warn_of_idle_options(args, params)
     if args.chat and llm.chat_template is None:
         raise CommandError("--chat: the model has no chat template")
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
             printer.add(output)
     if args.debug:
         _report(llm, len(prompts), num_refused)
+    print_profile(args, llm)
+    write_profile_trace(args, llm)
     return 2 if num_refused else 0
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from rvllm.cli.arguments import add_engine_arguments, load_llm, read_text
 from rvllm.cli.errors import CommandError, user_errors
+from rvllm.cli.profiling import add_profile_arguments, print_profile, wants_profile, write_profile_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kl-divergence-base", type=Path, metavar="FILE",
                        help="with --kl-divergence: the file that --save-logits wrote; -f may then be left out")
     group.add_argument("--json", action="store_true", help="print one JSON object")
+    add_profile_arguments(parser)
     add_engine_arguments(parser, f"tokens of a chunk (default: {DEFAULT_CHUNK}, or what the reference has)")
 # fmt: on
 
@@ -67,11 +69,13 @@ def run(args: argparse.Namespace) -> int:
         args.max_model_len = DEFAULT_CHUNK if reader is None else reader.chunk_size
     if args.num_blocks is None and args.kv_cache_memory is None:
         args.num_blocks = max(1, -(-args.max_model_len // max(1, args.block_size)))
-    llm = load_llm(args)
+    llm = load_llm(args, profile=wants_profile(args))
     with user_errors():
         chunks = _read_chunks(args, llm, text, reader)
     result = _measure(args, llm, chunks, _base_log_probs(args, reader))
     print(json.dumps(result, indent=2) if args.json else _report(result))
+    print_profile(args, llm)
+    write_profile_trace(args, llm)
     return 0
 
 

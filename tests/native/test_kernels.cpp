@@ -300,6 +300,22 @@ void test_halves() {
   });
 }
 
+void test_dot_products() {
+  constexpr int kIn = 32 * kMaxChunk;
+  Random random(8);
+  alignas(64) static uint8_t codes[kMaxChunk * kTileCodes];
+  static int8_t x[kRowBlock * kIn];
+  for (uint8_t& code : codes) code = uint8_t(random.below(16));
+  for (int8_t& value : x) value = int8_t(random.below(255) - 127);
+  compare("dot_products", [&](const Kernels& table) {
+    std::vector<float> out(kRowBlock * kTileCols);
+    table.dot_products(codes, x, out.data());
+    Bits bits;
+    bits.add(out);
+    return bits;
+  });
+}
+
 void test_elementwise() {
   for (int n : {1, 2, 15, 16, 17, 31, 100, 576, 50021})
     for (int kind = 0; kind < 2; ++kind) {
@@ -465,6 +481,7 @@ void test_attention() {
 int main() {
   test_quantize_rows();
   test_linear();
+  test_dot_products();
   test_halves();
   test_elementwise();
   test_rope();
