@@ -49,7 +49,7 @@ class ModelPicker(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "back", "Back"),
-        Binding("ctrl+q", "app.quit", "Quit"),
+        Binding("ctrl+q", "app.quit", "Quit", priority=True),
     ]
 
     def __init__(self, folders: list[Path]) -> None:
@@ -260,9 +260,9 @@ class ChatApp(App[None]):
     #models { margin: 1 2 0 2; height: 1fr; }
     #picker-state { margin: 1 2; color: $text-muted; }
     #picker-state.error { color: $text-error; }
-    #turns { padding: 1 2; }
-    .user { margin: 1 0 1 8; padding: 1 2; background: $boost; width: 1fr; }
-    .model { margin: 0; padding: 0; background: transparent; }
+    #turns { padding: 1 0 1 2; }
+    .user { margin: 1 2 1 8; padding: 1 2; background: $boost; width: 1fr; }
+    .model { margin: 0 2 0 0; padding: 0; background: transparent; }
     .note { margin: 1 0; color: $text-muted; }
     #state { margin: 0 2; height: 1; color: $text-muted; }
     #field { height: auto; min-height: 3; max-height: 10; margin: 0 1; }

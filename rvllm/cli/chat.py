@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from rvllm.cli.arguments import add_engine_arguments, add_sampling_arguments, load_llm, sampling_params
@@ -64,10 +65,11 @@ def run(args: argparse.Namespace) -> int:
 def open_backend(args: argparse.Namespace) -> ChatBackend:
     """What the arguments ask for. Raises CommandError, ChatError."""
     from rvllm.chat_backends import LocalChat, ServerChat
+    from rvllm.models import DEFAULT_MODEL
 
     if args.url is not None:
         return ServerChat(args.url, args.model, args.api_key or os.environ.get("RVLLM_API_KEY"))
-    return LocalChat(load_llm(args), args.model or "the default model")
+    return LocalChat(load_llm(args), PurePath(args.model or DEFAULT_MODEL).name.removesuffix(".gguf"))
 
 
 def _run_tui(args: argparse.Namespace, params: SamplingParams) -> int:
