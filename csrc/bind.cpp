@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <variant>
 
 #include "check.h"
@@ -95,9 +96,10 @@ py::object entries(const std::vector<Logprob>& logprobs) {
 
 // Runs the step; for each row of logits, what its reader made of it:
 // (token id, None or [(token id, logprob, rank), ...], None or error), the token's own entry first.
-// pooled: (pooler, begin, end), the tokens of the step that it takes.
+// pooled: (pooler, begin, end), the tokens of the step that it takes. before_sampling: called when there are logits.
 py::list step(Model& model, const StepArrays& arrays, const std::vector<PyReader>& readers,
-              const std::vector<std::tuple<Pooler*, int, int>>& pooled) {
+              const std::vector<std::tuple<Pooler*, int, int>>& pooled,
+              const std::optional<py::function>& before_sampling) {
   const Batch batch = arrays.batch();
   std::vector<LogitsReader> logits_readers;
   for (const PyReader& reader : readers)
@@ -109,10 +111,16 @@ py::list step(Model& model, const StepArrays& arrays, const std::vector<PyReader
     }
   std::vector<PooledTokens> pooled_tokens;
   for (const auto& [pooler, begin, end] : pooled) pooled_tokens.push_back({pooler, begin, end});
+  std::function<void()> before;
+  if (before_sampling)
+    before = [&] {
+      py::gil_scoped_acquire acquire;
+      (*before_sampling)();
+    };
   std::vector<Sample> samples;
   {
     py::gil_scoped_release release;
-    samples = model.step(batch, logits_readers, pooled_tokens);
+    samples = model.step(batch, logits_readers, pooled_tokens, before);
   }
   py::list out;
   for (const Sample& sample : samples) {
@@ -183,7 +191,12 @@ PYBIND11_MODULE(_core, m) {
              const Sample sample = self.sample(row.data());
              return py::make_tuple(sample.token_id, entries(sample.logprobs));
            },
-           py::arg("logits"), "Samples from float32 [vocab_size]: (token id, None or [(token id, logprob, rank), ...]).");
+           py::arg("logits"), "Samples from float32 [vocab_size]: (token id, None or [(token id, logprob, rank), ...]).")
+      .def("set_allowed",
+           [](Sampler& self, const IntArray& words) {
+             self.set_allowed(std::vector<int32_t>(words.data(), words.data() + words.size()));
+           },
+           py::arg("words"), "Of which tokens the next one is: bit i % 32 of int32 word i // 32.");
 
   py::class_<Pooler>(m, "Pooler")
       .def(py::init([](int pooling, int hidden_size, int num_tokens) {
@@ -206,7 +219,7 @@ PYBIND11_MODULE(_core, m) {
       .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"))
       .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"))
       .def("step", &step, py::arg("arrays"), py::arg("readers"),
-           py::arg("pooled") = std::vector<std::tuple<Pooler*, int, int>>())
+           py::arg("pooled") = std::vector<std::tuple<Pooler*, int, int>>(), py::arg("before_sampling") = py::none())
       .def("logits", &logits, py::arg("arrays"), "Logits of logits_indices as float32 [B', vocab_size].");
 
   bind_ops(m);

@@ -269,7 +269,8 @@ void Model::logits(const Batch& batch, float* out) {
 }
 
 std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsReader>& readers,
-                                const std::vector<PooledTokens>& pooled) {
+                                const std::vector<PooledTokens>& pooled,
+                                const std::function<void()>& before_sampling) {
   const BusyGuard guard(is_busy_);
   check_batch(batch);
   check_readers(batch, readers, pooled);
@@ -277,6 +278,7 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
   std::vector<Sample> samples(readers.size());
   for_logits(batch, [&](int64_t first, Tensor logits) {
     float* rows = on_host(logits);
+    if (first == 0 && before_sampling) before_sampling();
     backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
       const LogitsReader& reader = readers[size_t(first + row)];
       Sample& sample = samples[size_t(first + row)];

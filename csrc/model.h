@@ -67,9 +67,11 @@ class Model {
 
   // Runs one step; readers[i] reads the logits of logits_indices[i]. A row that cannot be sampled or scored has an
   // error instead of a token. Throws invalid_argument when an index of the batch is out of range or a reader does not
-  // fit the model, and runtime_error while another thread is in a step.
+  // fit the model, and runtime_error while another thread is in a step. before_sampling, if any, is called once
+  // between the forward pass and the readers.
   std::vector<Sample> step(const Batch& batch, const std::vector<LogitsReader>& readers,
-                           const std::vector<PooledTokens>& pooled);
+                           const std::vector<PooledTokens>& pooled,
+                           const std::function<void()>& before_sampling = {});
 
   // Runs one step and writes the logits [B', V] of logits_indices to out. Throws as step does.
   void logits(const Batch& batch, float* out);

@@ -102,6 +102,18 @@ std::vector<std::pair<float, int32_t>> largest_of(const float* x, int n, size_t 
   return heap;
 }
 
+// Leaves -inf for every token whose bit is not set, NaN or not; tokens beyond the words have none.
+void mask_logits(float* logits, int n, const std::vector<int32_t>& words) {
+  constexpr float kBanned = -std::numeric_limits<float>::infinity();
+  for (int start = 0; start < n; start += 32) {
+    const size_t w = size_t(start / 32);
+    const uint32_t word = w < words.size() ? uint32_t(words[w]) : 0;
+    const int stop = std::min(32, n - start);
+    for (int i = 0; i < stop; ++i)
+      if (!(word >> i & 1)) logits[start + i] = kBanned;
+  }
+}
+
 }  // namespace
 
 Sampler::Sampler(SamplerConfig config) : config_(std::move(config)) {
@@ -149,10 +161,18 @@ Sample Sampler::sample(float* logits) {
   if (position_ < uint64_t(c.min_tokens))
     for (int32_t id : c.stop_token_ids) change(id, -std::numeric_limits<float>::infinity());
 
+  std::vector<float> before_mask;
+  if (!allowed_.empty()) {
+    if (c.num_logprobs >= 0) before_mask.assign(logits, logits + c.vocab_size);
+    mask_logits(logits, c.vocab_size, allowed_);
+    allowed_.clear();
+  }
+
   Sample result;
   result.token_id = draw(logits);
   if (result.token_id < 0) throw std::runtime_error("no token is left to sample");
   if (c.num_logprobs >= 0) {
+    std::copy(before_mask.begin(), before_mask.end(), logits);
     for (auto it = changed.rbegin(); it != changed.rend(); ++it) logits[it->first] = it->second;
     result.logprobs = log_probabilities(logits, c.vocab_size, result.token_id, c.num_logprobs);
   }

@@ -56,10 +56,14 @@ class Sampler {
   // Throws runtime_error when the logits are not finite numbers, or all tokens are banned.
   Sample sample(float* logits);
 
+  // The next token is one of those whose bit i % 32 of word i / 32 is set. Holds for one token.
+  void set_allowed(std::vector<int32_t> words) { allowed_ = std::move(words); }
+
  private:
   int32_t draw(const float* logits);
 
   SamplerConfig config_;
+  std::vector<int32_t> allowed_;                 // empty: all tokens
   std::unordered_map<int32_t, int32_t> counts_;  // tokens generated, and those of the prompt with count 0
   uint64_t position_ = 0;                        // tokens sampled so far
   std::vector<std::pair<float, int32_t>> candidates_;

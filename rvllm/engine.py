@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rvllm.block_manager import BlockManager
+from rvllm.grammar import GrammarCompiler
 from rvllm.request import CompletionOutput, Request, RequestOutput, SampledToken
 from rvllm.request_group import RequestGroup
 from rvllm.sampling_params import SamplingParams
@@ -110,6 +111,7 @@ class LLMEngine:
         )
         seed = engine_config.seed
         self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        self._grammar_compiler = GrammarCompiler(tokenizer)
         self._request_numbers = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
         self._outputs: list[RequestOutput] = []  # of requests without an inbox
@@ -141,8 +143,8 @@ class LLMEngine:
     ) -> RequestGroup:
         """Encodes and checks a request without queueing it.
 
-        Raises ValueError for an empty prompt, a token id out of range, and a request that can never fit the
-        context or the KV cache.
+        Raises ValueError for an empty prompt, a token id out of range, a structured output that cannot be compiled,
+        and a request that can never fit the context or the KV cache.
         """
         params = params or SamplingParams()
         if isinstance(arrival_step, bool) or not isinstance(arrival_step, int) or arrival_step < 0:
@@ -168,12 +170,25 @@ class LLMEngine:
                 "stop_token_ids and min_tokens leave no token to sample: they ban the whole vocabulary"
             )
         max_num_tokens = self._max_num_tokens(len(token_ids), params.max_tokens)
+        output = params.structured_output
+        grammar = None if output is None else self._grammar_compiler.compile(output)
         seed = self._request_seed(params.seed)
         requests = []
         for index in range(params.n):
             sampler = self.runner.make_sampler(params, token_ids, stop_token_ids, seed, index)
+            own = None if grammar is None else grammar.copy()
             requests.append(
-                Request(request_id, token_ids, params, max_num_tokens, arrival_step, index, sampler, priority)
+                Request(
+                    request_id,
+                    token_ids,
+                    params,
+                    max_num_tokens,
+                    arrival_step,
+                    index,
+                    sampler,
+                    priority,
+                    grammar=own,
+                )
             )
         return RequestGroup(text, requests, self.tokenizer)
 

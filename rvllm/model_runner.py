@@ -113,8 +113,22 @@ class ModelRunner:
         """Computes the next num_tokens of each request; returns a token (or an embedding, or an error) for each request
         that has reached its last known one, in order. Prompt log-probabilities go to the requests."""
         arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size)
+        grammars = [
+            (request.sampler, request.grammar)
+            for request, reader in zip(requests, readers, strict=True)
+            if request.grammar is not None and reader is request.sampler
+        ]
+        for _, grammar in grammars:
+            grammar.prepare()  # on other threads, while the forward pass runs
+
+        def constrain() -> None:
+            for sampler, grammar in grammars:
+                sampler.set_allowed(grammar.allowed())
+
         with self._timed(len(scheduled), len(arrays[0])):
-            rows = self._model.step(_core.StepArrays(*arrays), readers, pooled)
+            rows = self._model.step(
+                _core.StepArrays(*arrays), readers, pooled, constrain if grammars else None
+            )
         results: dict[Request, SampledToken] = {}
         for request, (token_id, entries, error) in zip(requests, rows, strict=True):
             logprobs = None if entries is None else {i: (p, rank) for i, p, rank in entries}
@@ -125,6 +139,8 @@ class ModelRunner:
                 request.prompt_logprobs.append(logprobs)
                 request.error = request.error or error
             else:
+                if error is not None and request.grammar is not None:
+                    error = request.grammar.error or error
                 results[request] = SampledToken(token_id, logprobs, request.error or error)
         for request, count in scheduled:
             if request.pooler is not None and request.num_computed_tokens + count == request.num_tokens:

@@ -11,6 +11,7 @@ from rvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from rvllm._core import Pooler
+    from rvllm.grammar import GrammarState
 
 
 class RequestStatus(Enum):
@@ -39,6 +40,7 @@ class Request:
     token_ids: prompt + output, one list that grows. K/V of token_ids[:num_computed_tokens] is stored in the
     blocks of block_table; preemption sets num_computed_tokens back to 0 and empties the table.
     max_num_tokens: prompt + output length at which the request ends with "length".
+    grammar: where the answer stands in its structured output; it takes each token once, when that is sampled.
     priority: the lowest is served first; of equals, the one that was added first (key). prefix: what was found of
     token_ids in the prefix cache while it waits. sampler, pooler: native state; a request has one of them.
     prompt_logprobs: grows with the prompt, if asked for: an entry for each token, None for the first.
@@ -50,6 +52,7 @@ class Request:
         "block_table",
         "error",
         "finish_reason",
+        "grammar",
         "index",
         "key",
         "max_num_tokens",
@@ -80,6 +83,7 @@ class Request:
         sampler: object = None,
         priority: float = 0.0,
         pooler: Pooler | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         self.request_id = request_id
         self.params = params
@@ -95,6 +99,7 @@ class Request:
         if params.prompt_logprobs is not None and index == 0:  # the other choices have the same prompt
             self.prompt_logprobs = [None]
         self.error: str | None = None
+        self.grammar = grammar
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_computed_tokens = 0

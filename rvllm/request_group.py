@@ -30,9 +30,13 @@ class Choice:
         """Adds a token; returns it with the text that is now certain, and finish_reason if it was the last."""
         request, params, token_id = self.request, self.request.params, token.token_id
         request.token_ids.append(token_id)
+        is_complete = False
+        if request.grammar is not None:
+            request.grammar.advance(token_id)
+            is_complete = request.grammar.is_finished
         is_eog = token_id in self._eog_token_ids
         is_stop = not is_eog and token_id in self._stop_token_ids
-        is_last = is_eog or is_stop or request.num_tokens >= request.max_num_tokens
+        is_last = is_eog or is_stop or is_complete or request.num_tokens >= request.max_num_tokens
         is_hidden = is_eog or (is_stop and not params.include_stop_str_in_output)
         text = "" if is_hidden else self._detokenizer.push(token_id)
         if is_last:
@@ -42,7 +46,7 @@ class Choice:
             request.finish_reason, request.stop_reason = "stop", stop
         elif is_last:
             text += self._stop_checker.finish()
-            request.finish_reason = "stop" if is_eog or is_stop else "length"
+            request.finish_reason = "stop" if is_eog or is_stop or is_complete else "length"
             request.stop_reason = token_id if is_stop else None
         logprobs = self._logprobs(token.logprobs)
         return CompletionOutput(

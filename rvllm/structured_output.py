@@ -25,7 +25,8 @@ class StructuredOutput:
     """What an answer must be; exactly one of the first five is given.
 
     json_schema: JSON that this schema describes (an object, or its JSON text; kept as text).
-    json_object: any JSON object. regex: text that the expression matches as a whole (Rust's syntax, no look-around).
+    json_object: any JSON object. regex: text that the expression matches as a whole (Rust's syntax,
+    no look-around; \\d and \\w are ASCII).
     choice: one of these texts. grammar: text of a context-free grammar, in Lark's syntax as llguidance knows it, or
     in llama.cpp's GBNF (with a rule `root ::=`).
     after: the constraint begins behind the first occurrence of this text; what comes before is free, except that the
