@@ -56,6 +56,9 @@ class LocalChat:
         self._num_requests += 1
         return self._run(group, len(ids))
 
+    def interrupt(self) -> None:
+        """Each step of the engine ends soon."""
+
     def _run(self, group: RequestGroup, num_prompt_tokens: int) -> Iterator[ChatDelta]:
         engine = self._llm.engine
         num_tokens = num_cached_tokens = 0
@@ -118,6 +121,7 @@ class ServerChat:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._socket: socket.socket | None = None  # of the answer that is coming
         cards = self.models()
         card = next((card for card in cards if model in (None, card.get("id"))), None)
         if card is None:
@@ -143,6 +147,11 @@ class ServerChat:
             **_request_fields(params),
         }
         return self._read(self._request("POST", "/chat/completions", json.dumps(body).encode()))
+
+    def interrupt(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, response: http.client.HTTPResponse) -> Iterator[ChatDelta]:
         num_tokens, finish_reason = 0, None
@@ -189,6 +198,7 @@ class ServerChat:
                 # So that closing the response closes the connection, and the server stops.
                 headers = {**self._headers, "Connection": "close"}
                 connection.request(method, self._path + path, body, headers)
+                self._socket = connection.sock
                 response = connection.getresponse()
             except BaseException:
                 connection.close()

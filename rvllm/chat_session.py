@@ -46,6 +46,9 @@ class ChatBackend(Protocol):
     def stream(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[ChatDelta]:
         """Starts an answer; closing the iterator stops it. Raises ChatError, ChatTooLongError."""
 
+    def interrupt(self) -> None:
+        """From another thread: whoever waits for what is next of the answer must not wait long."""
+
 
 @dataclass(frozen=True)
 class AnswerStats:

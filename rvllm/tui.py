@@ -186,8 +186,12 @@ class ChatScreen(Screen[None]):
             self._add(Static(escape("\n".join(reply.lines)), classes="note"))
 
     def action_stop(self) -> None:
-        if self._answering is not None:
+        if self._answering is not None and self._answering.is_running:
             self._answering.cancel()
+            self._session.backend.interrupt()
+
+    def on_unmount(self) -> None:
+        self.action_stop()
 
     def _show_turns(self, messages: list[dict[str, str]] | None = None) -> None:
         turns = self.query_one("#turns")
@@ -229,7 +233,7 @@ class ChatScreen(Screen[None]):
                     show(widget.update, text)
                     show(self._show_state, f"{delta.num_tokens} tokens")
         except ChatError as error:
-            problem = str(error)
+            problem = "" if worker.is_cancelled else str(error)
         finally:
             answer.close()  # type: ignore[attr-defined]
         show(widget.update, text)

@@ -27,6 +27,9 @@ class EchoBackend:
         self.asked.append([dict(message) for message in messages])
         return self._run(messages[-1]["content"].split())
 
+    def interrupt(self) -> None:
+        pass
+
     def _run(self, words: list[str]) -> Iterator[ChatDelta]:
         yield ChatDelta(num_prompt_tokens=7)
         for i, word in enumerate(words, 1):

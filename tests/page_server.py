@@ -77,7 +77,8 @@ CONTRASTS = """() => {
 
 class FakeServer(ThreadingHTTPServer):
     """answers: the text for each last user message; others are echoed. failures: (status, headers, error) to give,
-    one for each request to come. hold: answers stop after two words until it is set; breaks: they end there."""
+    one for each request to come. go_on: answers stop after two words until it is set; breaks: they end there;
+    silent: not even a status comes, until the server is closed."""
 
     daemon_threads = True
 
@@ -91,6 +92,7 @@ class FakeServer(ThreadingHTTPServer):
         self.go_on = threading.Event()
         self.go_on.set()
         self.breaks = False
+        self.silent = False
         self.delay = 0.0
         self.finish_reason = "stop"
         self.reasoning = ""
@@ -142,6 +144,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.failures:
             status, headers, error = self.server.failures.pop(0)
             self.reply(status, {"error": error}, headers)
+            return
+        if self.server.silent:
+            self.rfile.read(1)
             return
         try:
             self.stream(body)

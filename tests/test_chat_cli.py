@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from echo_backend import EchoBackend
 from page_server import FakeServer, fake_server
-from server_client import TinyServer, make_llm
+from server_client import TinyServer, make_llm, wait_until
 from tiny_gguf import write_tiny_model
 
 from rvllm import LLM, SamplingParams
@@ -227,6 +228,25 @@ def test_server_hang_up(server: FakeServer) -> None:
     while not server.hang_ups:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_interrupt_ends_the_wait_for_a_server(server: FakeServer) -> None:
+    server.silent = True
+    session = ChatSession(ServerChat(server.url), GREEDY)
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            text_of(session.ask("hi"))
+        except ChatError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_until(lambda: bool(server.requests))
+    session.backend.interrupt()
+    thread.join(30)
+    assert len(errors) == 1 and session.messages == []
 
 
 def test_the_real_server_answers_as_the_model_here(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,27 @@ def test_tui_tells_why_a_model_does_not_load(tmp_path: Path) -> None:
 
     asyncio.run(drive())
     assert opened == [str(tmp_path / "broken.gguf")]
+
+
+@pytest.mark.parametrize("leave", ["ctrl+q", "/exit"])
+def test_tui_can_be_left_at_any_time(tmp_path: Path, leave: str) -> None:
+    backend = EchoBackend()
+    (tmp_path / "a.gguf").touch()
+    app, _ = app_of(backend, tmp_path / "a.gguf")
+
+    async def drive() -> None:
+        async with app.run_test() as pilot:
+            await until(pilot, lambda: bool(app.screen.query("#field")))
+            backend.go_on.clear()
+            await pilot.press(*"x y", "enter")
+            await until(pilot, lambda: "1 tokens" in state_of(app))
+            await pilot.press("ctrl+q" if leave == "ctrl+q" else "escape")
+            if leave == "/exit":
+                await until(pilot, lambda: not app.screen.is_answering)
+                await pilot.press(*"/exit", "enter")
+            await until(pilot, lambda: app._exit)
+
+    thread = threading.Thread(target=asyncio.run, args=(drive(),), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
