@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,17 @@ TEMPLATE = (
 )
 
 
-def make_llm(folder: Path, template: str = TEMPLATE, context_length: int = 512, **settings: Any) -> LLM:
+def make_llm(
+    folder: Path,
+    template: str = TEMPLATE,
+    context_length: int = 512,
+    extra: Mapping[str, object] | None = None,
+    **settings: Any,
+) -> LLM:
+    """extra: keys of the model file."""
     path = folder / "tiny.gguf"
-    write_tiny_model(path, context_length=context_length, metadata={"tokenizer.chat_template": template})
+    metadata = {"tokenizer.chat_template": template, **(extra or {})}
+    write_tiny_model(path, context_length=context_length, metadata=metadata)
     return LLM(path, **{"num_blocks": 256, "seed": 0, "num_threads": 1, **settings})
 
 
@@ -141,7 +149,3 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
-
-
-def run_async(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(coroutine)

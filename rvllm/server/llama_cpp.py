@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from rvllm.server.constraints import structured_output
 from rvllm.server.errors import APIError, bad_request
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.logprobs import chat_logprobs
-from rvllm.server.schemas import SamplingFields, body_schema, json_body, one_of
+from rvllm.server.schemas import MAX_LOGPROBS, SamplingFields, body_schema, json_body, one_of
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import EventStream, event, while_connected
 
@@ -29,8 +30,9 @@ LlamaPrompt = Annotated[
     str | Mixed | list[str | Mixed],
     one_of("a string, a list of token ids and strings, or a list of such prompts"),
 ]
+Bias = float | Literal[False]
 LogitBias = Annotated[
-    dict[str, float | Literal[False]] | list[tuple[int | str, float | Literal[False]]] | None,
+    dict[str, Bias] | list[list[int | str | Bias]] | None,
     one_of("an object, or a list of pairs such as [15043, 1.0] or ['word', false]"),
 ]
 
@@ -72,8 +74,10 @@ class LlamaCompletionRequest(SamplingFields):
             raise bad_request(
                 "repeat_last_n must be -1: penalties look at the whole context", "repeat_last_n"
             )
+        if self.n_probs is not None and not 0 <= self.n_probs <= MAX_LOGPROBS:
+            raise bad_request(f"n_probs must be in [0, {MAX_LOGPROBS}], got {self.n_probs}", "n_probs")
         defaults = {name: value for name, value in DEFAULTS.items() if getattr(self, name) is None}
-        limit = self.token_limit(-1, {"max_tokens": self.max_tokens})
+        limit = self.token_limit(None, {"max_tokens": self.max_tokens})
         return self.sampling_params(
             max_tokens=1 if limit == 0 else limit,
             logprobs=self.n_probs or None,
@@ -86,25 +90,27 @@ class LlamaCompletionRequest(SamplingFields):
 
     @property
     def hides_tokens(self) -> bool:
-        return self.token_limit(-1, {"max_tokens": self.max_tokens}) == 0
+        return self.token_limit(None, {"max_tokens": self.max_tokens}) == 0
 
     def _logit_bias(self, model: ServedModel) -> dict[int, float] | None:
-        pairs: Any = (
-            self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else self.logit_bias or ()
-        )
+        given: Any = self.logit_bias or ()
         biases: dict[int, float] = {}
-        for key, value in pairs:
-            bias = BANNED if value is False else value
-            is_id = isinstance(key, int) or key.removeprefix("-").isdecimal()
+        for pair in given.items() if isinstance(given, Mapping) else given:
+            if len(pair) != 2 or isinstance(pair[0], float) or isinstance(pair[1], str):
+                raise bad_request(
+                    f"logit_bias: {pair!r:.100} is no pair of a token and a number", "logit_bias"
+                )
+            key, bias = pair
+            is_id = isinstance(key, int) or re.fullmatch(r"-?[0-9]{1,20}", key)
             for token_id in [int(key)] if is_id else model.tokenizer.encode(key, add_special_tokens=False):
-                biases[token_id] = bias
+                biases[token_id] = BANNED if bias is False else bias
         return biases or None
 
     def prompts(self, model: ServedModel) -> list[str | list[int]]:
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if any(isinstance(part, int) for part in prompt):
+        if not prompt or any(isinstance(part, int) for part in prompt):
             return [_join(prompt, model)]
         return [part if isinstance(part, str) else _join(part, model) for part in prompt]
 

@@ -130,9 +130,9 @@ class SamplingFields(APIRequest):
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
         "vllm_xargs": ({},),
-        **dict.fromkeys(
-            ("typical_p", "top_n_sigma", "dry_multiplier", "xtc_probability", "mirostat"), (0, 0.0)
-        ),
+        "top_n_sigma": (-1, -1.0),
+        "typical_p": (1, 1.0),
+        **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0, 0.0)),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     }
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
