@@ -174,8 +174,6 @@ class SamplingFields(APIRequest):
         for name in ("logprobs", "prompt_logprobs"):
             if given.get(name, 0) > MAX_LOGPROBS:
                 raise bad_request(f"{name} must be at most {MAX_LOGPROBS}, got {given[name]}", name)
-        if "prompt_logprobs" in given:
-            raise unsupported("prompt_logprobs")
         try:
             return SamplingParams(max_tokens=max_tokens, **given)
         except ValueError as error:

@@ -1,0 +1,186 @@
+"""Scores of prompts (echo with log probabilities, as evaluation harnesses ask for them) and embeddings."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from server_client import TinyServer, make_llm
+
+from rvllm import LLM, SamplingParams
+
+PATH = "/v1/completions"
+PROMPT = "The capital of France"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return make_llm(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[TinyServer]:
+    server = TinyServer(llm)
+    yield server
+    server.close()
+
+
+def log_softmax(logits: Any) -> Any:
+    logits = logits.astype(np.float64)
+    return (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Log probability of each token of PROMPT after the first, from an engine of its own."""
+    own = make_llm(tmp_path_factory.mktemp("model"))
+    ids = own.tokenizer.encode(PROMPT)
+    rows = log_softmax(own.get_logits(ids))
+    return [float(rows[i, token_id]) for i, token_id in enumerate(ids[1:])]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+@pytest.mark.parametrize("prompt_is_text", [True, False])
+def test_echo_scores_the_prompt(
+    server: TinyServer, expected: list[float], max_tokens: int, prompt_is_text: bool
+) -> None:
+    prompt = PROMPT if prompt_is_text else list(PROMPT.encode())
+    if not prompt_is_text:
+        prompt = server.llm.tokenizer.encode(PROMPT)
+    body = {
+        "prompt": prompt,
+        "echo": True,
+        "logprobs": 3,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    answer = server.ok(PATH, **body)
+    choice, usage = answer["choices"][0], answer["usage"]
+    logprobs, text, length = choice["logprobs"], choice["text"], len(PROMPT)
+    assert text.startswith(PROMPT) and (max_tokens > 0 or text == PROMPT)
+    assert {len(entries) for entries in logprobs.values()} == {length + max_tokens}
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (length, max_tokens)
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:length] == pytest.approx(expected, abs=1e-4)
+    assert logprobs["tokens"][:length] == list(PROMPT) and logprobs["text_offset"][:length] == list(
+        range(length)
+    )
+    for own, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
+        assert 3 <= len(top) <= 4 and own in top.values() and sum(map(math.exp, top.values())) <= 1.0001
+    assert choice["finish_reason"] == "length"
+
+
+def test_a_harness_finds_the_score_of_a_continuation(server: TinyServer, expected: list[float]) -> None:
+    """As lm-eval reads it: one token beyond the prompt, the context cut off, greedy where the best is the token."""
+    ids = server.llm.tokenizer.encode(PROMPT)
+    body = {
+        "prompt": [ids, ids[:10]],
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 1,
+        "temperature": 0,
+        "seed": 1234,
+    }
+    choices = server.ok(PATH, model="tiny", **body)["choices"]
+    for choice, prompt in zip(choices, body["prompt"], strict=True):  # type: ignore[call-overload]
+        scores = choice["logprobs"]["token_logprobs"][8:-1]
+        assert scores == pytest.approx(expected[7 : len(prompt) - 1], abs=1e-4)
+
+
+def test_a_stream_has_the_same_entries(server: TinyServer) -> None:
+    body = {
+        "prompt": PROMPT,
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 5,
+        "seed": 1,
+        "n": 2,
+        "prompt_logprobs": 1,
+    }
+    whole = server.ok(PATH, **body)["choices"]
+    chunks = [chunk["choices"][0] for chunk in server.events(PATH, **body)]
+    for index in range(2):
+        mine = [choice for choice in chunks if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == whole[index]["text"]
+        for name, entries in whole[index]["logprobs"].items():
+            parts = [choice["logprobs"][name] for choice in mine if choice["logprobs"]]
+            assert list(itertools.chain(*parts)) == entries
+        assert mine[0]["prompt_logprobs"] == whole[index]["prompt_logprobs"]
+
+
+def test_prompt_logprobs_have_vllms_shape(server: TinyServer, expected: list[float]) -> None:
+    ids = server.llm.tokenizer.encode(PROMPT)
+    for body, where in (
+        ({"prompt": PROMPT}, "choice"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "answer"),
+    ):
+        path = PATH if where == "choice" else "/v1/chat/completions"
+        answer = server.ok(path, **body, prompt_logprobs=2, max_tokens=1)
+        entries = answer["choices"][0]["prompt_logprobs"] if where == "choice" else answer["prompt_logprobs"]
+        assert entries[0] is None and all(2 <= len(entry) <= 3 for entry in entries[1:])
+        if where == "choice":
+            own = [entry[str(token_id)] for entry, token_id in zip(entries[1:], ids[1:], strict=True)]
+            assert [entry["logprob"] for entry in own] == pytest.approx(expected, abs=1e-4)
+            assert own[0].keys() == {"logprob", "rank", "decoded_token"}
+
+
+def test_scores_do_not_depend_on_the_cache(server: TinyServer) -> None:
+    body = {"prompt": "x" * 40, "echo": True, "logprobs": 1, "max_tokens": 0}
+    first = server.ok(PATH, **body)["choices"]
+    assert (
+        server.ok(PATH, **body)["choices"] == first == server.ok(PATH, **body, cache_prompt=False)["choices"]
+    )
+
+
+def test_echo_without_logprobs(server: TinyServer) -> None:
+    plain = server.ok(PATH, prompt=["a", "b"], temperature=0, max_tokens=3)["choices"]
+    echoed = server.ok(PATH, prompt=["a", "b"], temperature=0, max_tokens=3, echo=True)["choices"]
+    assert [c["text"] for c in echoed] == ["a" + plain[0]["text"], "b" + plain[1]["text"]]
+    assert SamplingParams(max_tokens=1).prompt_logprobs is None
+
+
+# Embeddings
+
+
+def test_both_encodings_hold_the_same_vectors(server: TinyServer) -> None:
+    body = {"input": ["hello", "hello world"], "model": "tiny"}
+    plain = server.ok("/v1/embeddings", **body)
+    assert plain == server.ok("/v1/embeddings", **body, encoding_format="float")
+    assert [item["index"] for item in plain["data"]] == [0, 1] and plain["object"] == "list"
+    assert plain["usage"] == {"prompt_tokens": 16, "total_tokens": 16}
+    packed = server.ok("/v1/embeddings", **body, encoding_format="base64")
+    for item, other in zip(plain["data"], packed["data"], strict=True):
+        vector = np.frombuffer(base64.b64decode(other["embedding"]), "<f4")
+        assert vector.tolist() == pytest.approx(item["embedding"], abs=1e-6) and len(vector) == 64
+        assert float(np.linalg.norm(vector)) == pytest.approx(1, abs=1e-5)
+
+
+def test_text_and_ids_have_the_same_vector(server: TinyServer) -> None:
+    ids = server.llm.tokenizer.encode("hello")
+    vectors = [
+        server.ok("/v1/embeddings", input=given)["data"][0]["embedding"] for given in ("hello", ids, [ids])
+    ]
+    assert vectors[0] == vectors[1] == vectors[2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"encoding_format": "int8"}, "encoding_format"), ({"dimensions": 8}, "dimensions"),
+     ({"dimensions": 10**6}, "dimensions"),
+     ({"input": []}, None), ({"input": ""}, None), ({"input": None}, "input"), ({"input": ["a", 1]}, "input"),
+     ({"input": "x" * 600}, None), ({"input": ["x"] * 2049}, "input"), ({"input": [260]}, None)],
+)  # fmt: skip
+def test_bad_inputs_are_refused(server: TinyServer, fields: dict[str, Any], param: str | None) -> None:
+    error = server.refused("/v1/embeddings", **{"input": "x", **fields})
+    assert param is None or error["param"] == param
+    assert server.ok("/v1/embeddings", input="x", dimensions=64, user="me")["data"]
