@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import NoReturn
 
 from rvllm.structured_output import StructuredOutput
 
@@ -32,6 +33,19 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise ValueError(f"{name} must be {limit}, got {value!r}")
 
 
+class _ReadOnlyDict(dict[int, float]):
+    """Prints, compares, copies and pickles as a dict."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("logit_bias cannot be changed: make new SamplingParams, with dataclasses.replace")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[type, tuple[dict[int, float]]]:
+        return _ReadOnlyDict, (dict(self),)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request, with vLLM's names, meanings and defaults.
@@ -51,7 +65,7 @@ class SamplingParams:
     structured_output: what the answer must be; where it is complete the request ends with "stop", whatever
         min_tokens and ignore_eos say.
 
-    Raises ValueError naming field, value and limit.
+    Lists become tuples, and logit_bias a dict that cannot be changed. Raises ValueError naming field, value and limit.
     """
 
     n: int = 1
@@ -104,6 +118,13 @@ class SamplingParams:
             )
         self._check_stop()
         self._check_token_ids()
+        for name, plain, frozen in (
+            ("stop", list, tuple),
+            ("stop_token_ids", list, tuple),
+            ("logit_bias", dict, _ReadOnlyDict),
+        ):
+            if isinstance(getattr(self, name), plain):
+                object.__setattr__(self, name, frozen(getattr(self, name)))
 
     def _check_stop(self) -> None:
         if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):

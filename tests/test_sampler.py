@@ -87,6 +87,44 @@ def test_top_p_keeps_the_nucleus(top_p: float) -> None:
     assert {draw(seed=seed, top_p=top_p) for seed in range(500)} <= nucleus
 
 
+def kept_by(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> NDArray[np.bool_]:
+    """Which tokens are left: top_k of those min_p leaves, then the nucleus of what is left."""
+    p = probabilities()
+    kept = p >= min_p * p.max()
+    order = [i for i in np.argsort(-p, kind="stable") if kept[i]][: top_k or None]
+    mass = np.cumsum(p[order]) / p[order].sum()
+    nucleus = order[: int(np.searchsorted(mass, top_p)) + 1]
+    return np.isin(np.arange(VOCAB), nucleus)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 5}, {"top_k": 40}, {"top_p": 0.6}, {"top_p": 0.9}, {"min_p": 0.02}, {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.8}, {"top_k": 30, "min_p": 0.05}, {"top_k": 30, "top_p": 0.9, "min_p": 0.05},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_left_keeps_its_proportions(settings: dict[str, float]) -> None:
+    """Pearson's chi-squared of 4,000 draws against the renormalized distribution; seeds make it repeatable."""
+    count = 4000
+    expected = np.where(kept_by(**settings), probabilities(), 0.0)  # type: ignore[arg-type]
+    expected *= count / expected.sum()
+    seen = frequencies(count, **settings) * count
+    assert not seen[expected == 0].any()
+    rare = (expected > 0) & (expected < 5)  # together in one class
+    classes = [
+        *zip(seen[expected >= 5], expected[expected >= 5], strict=True),
+        (seen[rare].sum(), expected[rare].sum()),
+    ]
+    chi_squared = sum((s - e) ** 2 / e for s, e in classes if e > 0)
+    freedom = len([e for _, e in classes if e > 0]) - 1
+    assert freedom >= 3
+    assert (
+        chi_squared < freedom + 4 * np.sqrt(2 * freedom) + 6
+    )  # passed by about 9,999 of 10,000 good samplers
+
+
 @pytest.mark.parametrize("top_p", [0.0, 1e-9, 1e-3])
 def test_top_p_near_zero_is_greedy(top_p: float) -> None:
     assert {draw(temperature=1.5, seed=seed, top_p=top_p) for seed in range(10)} == {LOGITS.argmax()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -89,3 +92,31 @@ def test_stop_strings() -> None:
 def test_frozen() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_what_it_holds_is_frozen_too() -> None:
+    stop, ids, bias = ["a"], [1, 2], {3: 4.0}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
+    stop.append("b")
+    ids.append(3)
+    bias[5] = 6.0
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("a",), (1, 2), {3: 4.0})
+    assert params.logit_bias is not None
+    for change in (
+        lambda held: held.__setitem__(5, 6.0),
+        lambda held: held.pop(3),
+        lambda held: held.update({5: 6.0}),
+        lambda held: held.clear(),
+        lambda held: held.setdefault(5, 6.0),
+    ):
+        with pytest.raises(TypeError, match="logit_bias cannot be changed"):
+            change(params.logit_bias)
+    for copied in (
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+        dataclasses.replace(params),
+        SamplingParams(**dataclasses.asdict(params)),
+    ):
+        assert copied == params
+        with pytest.raises(TypeError):
+            copied.logit_bias[5] = 6.0  # type: ignore[index]
