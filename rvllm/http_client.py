@@ -109,6 +109,7 @@ class _Exchange(asyncio.Protocol):
     def _fail(self, error: BaseException) -> None:
         if not self.done.done():
             self.done.set_exception(error)
+            self.done.exception()  # whoever was cancelled while connecting does not ask
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
