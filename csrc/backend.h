@@ -100,11 +100,13 @@ class Backend {
   virtual void embedding(Tensor out, const Weight& table, float scale) = 0;     // out[T, K] = table[input_ids] * scale
   virtual void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) = 0;  // each K columns of a row alone
   virtual void linear(Tensor out, Tensor x, const Weight& weight) = 0;          // out[T, N] = x[T, K] W^T + bias
+  // The same of rms_norm(x), and of act(gate) * up, gate_up[T, 2 K]: backends make rows as they quantize them.
+  virtual void norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) = 0;
+  virtual void gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) = 0;
   virtual void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) = 0;  // x[T, H * D] in place
   virtual void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) = 0;     // k, v [T, KVH * D] to slot_mapping
   virtual void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                const AttentionParams& params) = 0;              // out, q [T, H * D]
-  virtual void gated_activation(Tensor out, Tensor gate_up, Gate gate) = 0;     // out[T, I], gate_up[T, 2 I]
   virtual void add(Tensor x, Tensor y) = 0;                                     // x += y
   virtual void gather_rows(Tensor out, Tensor x) = 0;                           // out[i] = x[logits_indices[i]]
 };

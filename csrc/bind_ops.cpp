@@ -92,9 +92,20 @@ FloatArray rope(Backend& backend, const FloatArray& x, int head_dim, const Float
   return in.numpy();
 }
 
-FloatArray gated_activation(Backend& backend, const FloatArray& gate_up, bool gelu) {
-  const DeviceMatrix in(backend, gate_up), out(backend, gate_up.shape(0), gate_up.shape(1) / 2);
-  backend.gated_activation(out.tensor, in.tensor, gelu ? Gate::kGelu : Gate::kSilu);
+FloatArray norm_linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& x,
+                       const FloatArray& norm, float eps) {
+  const auto w = matrix_weight(backend, type, n, x.shape(1), weight, std::nullopt);
+  const DeviceMatrix in(backend, x), out(backend, x.shape(0), n);
+  backend.norm_linear(out.tensor, in.tensor, *vector_weight(backend, norm), eps, *w);
+  backend.synchronize();
+  return out.numpy();
+}
+
+FloatArray gated_linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& gate_up,
+                        bool gelu) {
+  const auto w = matrix_weight(backend, type, n, gate_up.shape(1) / 2, weight, std::nullopt);
+  const DeviceMatrix in(backend, gate_up), out(backend, gate_up.shape(0), n);
+  backend.gated_linear(out.tensor, in.tensor, gelu ? Gate::kGelu : Gate::kSilu, *w);
   backend.synchronize();
   return out.numpy();
 }
@@ -152,7 +163,10 @@ void bind_ops(py::module_& m) {
   ops.def("rms_norm", &rms_norm, py::arg("backend"), py::arg("x"), py::arg("weight"), py::arg("eps"));
   ops.def("rope", &rope, py::arg("backend"), py::arg("x"), py::arg("head_dim"), py::arg("cos_sin"),
           py::arg("interleaved"));
-  ops.def("gated_activation", &gated_activation, py::arg("backend"), py::arg("gate_up"), py::arg("gelu"));
+  ops.def("norm_linear", &norm_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"),
+          py::arg("x"), py::arg("norm"), py::arg("eps"));
+  ops.def("gated_linear", &gated_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"),
+          py::arg("gate_up"), py::arg("gelu"));
   ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"));
   ops.def("attention", &attention, py::arg("backend"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("positions"),
           py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"), py::arg("block_tables"),

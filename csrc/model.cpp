@@ -204,7 +204,6 @@ Tensor Model::forward(const Batch& batch) {
   Tensor qkv = view(qkv_, T, Q + 2 * KV);
   Tensor attn = view(attn_, T, Q);
   Tensor gate_up = view(gate_up_, T, 2 * I);
-  Tensor act = view(act_, T, I);
   Tensor last = view(last_, batch.num_logits, E);
   const Tensor q = qkv.columns(0, Q), k = qkv.columns(Q, KV), v = qkv.columns(Q + KV, KV);
 
@@ -216,8 +215,7 @@ Tensor Model::forward(const Batch& batch) {
     const LayerConfig& shape = c.layers[size_t(l)];
     const Tensor cos_sin = view(cos_sin_[size_t(shape.rope)], T, int64_t(2 * c.inv_freq[size_t(shape.rope)].size()));
 
-    b.rms_norm(h, x, *layer.attn_norm, eps);
-    b.linear(qkv, h, *layer.attn_qkv);
+    b.norm_linear(qkv, x, *layer.attn_norm, eps, *layer.attn_qkv);
     if (c.qk_norm) {
       b.rms_norm(q, q, *layer.attn_q_norm, eps);
       b.rms_norm(k, k, *layer.attn_k_norm, eps);
@@ -232,10 +230,8 @@ Tensor Model::forward(const Batch& batch) {
     if (c.post_norms) b.rms_norm(h, h, *layer.post_attention_norm, eps);
     b.add(x, h);
 
-    b.rms_norm(h, x, *layer.ffn_norm, eps);
-    b.linear(gate_up, h, *layer.ffn_gate_up);
-    b.gated_activation(act, gate_up, c.gelu ? Gate::kGelu : Gate::kSilu);
-    b.linear(h, act, *layer.ffn_down);
+    b.norm_linear(gate_up, x, *layer.ffn_norm, eps, *layer.ffn_gate_up);
+    b.gated_linear(h, gate_up, c.gelu ? Gate::kGelu : Gate::kSilu, *layer.ffn_down);
     if (c.post_norms) b.rms_norm(h, h, *layer.post_ffw_norm, eps);
     b.add(x, h);
   }

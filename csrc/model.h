@@ -106,7 +106,7 @@ class Model {
   std::vector<Layer> layers_;
   std::unique_ptr<KVCache> kv_cache_;
   int num_blocks_ = 0, block_size_ = 0;
-  Buffer x_, h_, qkv_, attn_, gate_up_, act_, last_, logits_;
+  Buffer x_, h_, qkv_, attn_, gate_up_, last_, logits_;
   std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
   std::vector<float> host_cos_sin_, host_rows_;
   std::atomic<bool> is_busy_{false};

@@ -6,12 +6,12 @@ namespace rvllm {
 namespace {
 
 enum Operation : size_t {
-  kSampling, kUpload, kDownload, kEmbedding, kRmsNorm, kRope, kStoreKv, kPagedAttention, kGatedActivation, kAdd,
+  kSampling, kUpload, kDownload, kEmbedding, kRmsNorm, kRope, kStoreKv, kPagedAttention, kAdd,
   kGatherRows, kFirstLinear,
 };
 constexpr const char* kNames[kFirstLinear] = {
     "sampling", "upload", "download", "embedding", "rms_norm", "rope", "store_kv", "paged_attention",
-    "gated_activation", "add", "gather_rows",
+    "add", "gather_rows",
 };
 
 }  // namespace
@@ -87,6 +87,16 @@ void ProfiledBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->linear(out, x, weight); });
 }
 
+void ProfiledBackend::norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) {
+  const double macs = double(x.rows) * double(weight.rows) * double(weight.cols);
+  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->norm_linear(out, x, norm, eps, weight); });
+}
+
+void ProfiledBackend::gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) {
+  const double macs = double(out.rows) * double(weight.rows) * double(weight.cols);
+  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->gated_linear(out, gate_up, gate, weight); });
+}
+
 void ProfiledBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
   time(kRope, 0, 0, [&] { backend_->rope(x, head_dim, cos_sin, interleaved); });
 }
@@ -107,10 +117,6 @@ void ProfiledBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache
   }
   time(kPagedAttention, read * kv_bytes_, seen * params.num_heads * params.head_dim * 2,
        [&] { backend_->paged_attention(out, q, cache, layer, params); });
-}
-
-void ProfiledBackend::gated_activation(Tensor out, Tensor gate_up, Gate gate) {
-  time(kGatedActivation, 0, 0, [&] { backend_->gated_activation(out, gate_up, gate); });
 }
 
 void ProfiledBackend::add(Tensor x, Tensor y) {

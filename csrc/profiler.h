@@ -53,10 +53,11 @@ class ProfiledBackend final : public Backend {
   void embedding(Tensor out, const Weight& table, float scale) override;
   void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) override;
   void linear(Tensor out, Tensor x, const Weight& weight) override;
+  void norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) override;
+  void gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) override;
   void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
   void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
   void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
-  void gated_activation(Tensor out, Tensor gate_up, Gate gate) override;
   void add(Tensor x, Tensor y) override;
   void gather_rows(Tensor out, Tensor x) override;
 

@@ -143,19 +143,42 @@ def test_rope(backend: _core.CpuBackend, interleaved: bool, dim: int) -> None:
     )
 
 
+def gated_activation(backend: _core.CpuBackend, gate_up: Array, gelu: bool) -> Array:
+    """act(gate) * up, through a weight that adds only zeros to it."""
+    n = gate_up.shape[1] // 2
+    return ops.gated_linear(
+        backend, int(GGMLType.F32), n, np.eye(n, dtype=np.float32).tobytes(), gate_up, gelu
+    )
+
+
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gated_activation(backend: _core.CpuBackend, gelu: bool) -> None:
-    gate = np.concatenate([np.linspace(-100, 100, 2001), [0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4]]).astype(
+    gate = np.concatenate([np.linspace(-100, 100, 501), [0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4]]).astype(
         np.float32
     )
     up = normal(len(gate))
-    out = ops.gated_activation(backend, np.concatenate([gate, up])[None], gelu)
+    out = gated_activation(backend, np.concatenate([gate, up])[None], gelu)
     with np.errstate(over="ignore"):
         expected = (reference.gelu(gate) if gelu else reference.silu(gate)) * up
     # The reference's 1 + tanh leaves a rounding error of float64 where gelu vanishes.
     np.testing.assert_allclose(out[0], expected, rtol=4e-6, atol=1e-13 if gelu else 1e-30)
     scalar = _core.CpuBackend(1, "scalar")
-    np.testing.assert_array_equal(out, ops.gated_activation(scalar, np.concatenate([gate, up])[None], gelu))
+    np.testing.assert_array_equal(out, gated_activation(scalar, np.concatenate([gate, up])[None], gelu))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("name", ["Q4_1", "Q6_K", "F16"])
+def test_fused_linears_equal_their_parts(backend: _core.CpuBackend, name: str, rows: int) -> None:
+    kind, n, k = GGMLType[name], 35, 256
+    weight = random_weights(kind, n, k, 0.05, np.random.default_rng(rows)).tobytes()
+    x, norm, gate_up = normal(rows, k), normal(k, seed=1), normal(rows, 2 * k, seed=2)
+    expected = ops.linear(backend, int(kind), n, weight, ops.rms_norm(backend, x, norm, 1e-5))
+    np.testing.assert_array_equal(ops.norm_linear(backend, int(kind), n, weight, x, norm, 1e-5), expected)
+    for gelu in (False, True):
+        expected = ops.linear(backend, int(kind), n, weight, gated_activation(backend, gate_up, gelu))
+        np.testing.assert_array_equal(
+            ops.gated_linear(backend, int(kind), n, weight, gate_up, gelu), expected
+        )
 
 
 def test_add(backend: _core.CpuBackend) -> None:

@@ -193,8 +193,8 @@ void CpuBackend::rms_norm(Tensor out, Tensor x, const Weight& weight, float eps)
   });
 }
 
-QuantizedRows CpuBackend::quantize(Tensor x) {
-  const size_t blocks = size_t(x.rows * x.cols / kBlock);
+QuantizedRows CpuBackend::quantized_rows(int64_t rows, int64_t k) {
+  const size_t blocks = size_t(rows * k / kBlock);
   if (sum_.size() < blocks) {
     q_.resize(blocks * kBlock);
     scale_.resize(blocks);
@@ -202,15 +202,37 @@ QuantizedRows CpuBackend::quantize(Tensor x) {
     sum_.resize(blocks);
     half_sum_.resize(2 * blocks);
   }
-  const QuantizedRows rows{q_.data(), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data()};
-  const int64_t grain = std::max<int64_t>(1, x.rows / (4 * pool_.size()));
-  pool_.parallel_for(x.rows, grain, [&](int64_t begin, int64_t end, int) {
-    kernels_.quantize_rows(x.data, x.stride, int(x.cols), rows, int(begin), int(end));
-  });
-  return rows;
+  return {q_.data(), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data()};
 }
 
 void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
+  multiply(out, x, weight, [](int64_t) {});
+}
+
+void CpuBackend::norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) {
+  const auto& values = static_cast<const CpuVector&>(norm).values;
+  const Tensor h = linear_input(x.rows, x.cols);
+  multiply(out, h, weight, [&](int64_t t) {
+    kernels_.rms_norm(x.row(t), values.data(), eps, int(x.cols), h.row(t));
+  });
+}
+
+void CpuBackend::gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) {
+  const auto act = gate == Gate::kSilu ? Activation::kSilu : Activation::kGelu;
+  const Tensor h = linear_input(gate_up.rows, gate_up.cols / 2);
+  multiply(out, h, weight, [&](int64_t t) {
+    kernels_.gated_activation(gate_up.row(t), gate_up.row(t) + h.cols, act, int(h.cols), h.row(t));
+  });
+}
+
+Tensor CpuBackend::linear_input(int64_t rows, int64_t k) {
+  if (int64_t(linear_input_.size()) < rows * k) linear_input_.resize(size_t(rows * k));
+  return Tensor(linear_input_.data(), rows, k);
+}
+
+// make_row(t) writes row t of x just before it is quantized, while it is in the first-level cache.
+template <class MakeRow>
+void CpuBackend::multiply(Tensor out, Tensor x, const Weight& weight, const MakeRow& make_row) {
   const auto& w = static_cast<const CpuWeight&>(weight);
   LinearArgs args{};
   args.k = int(x.cols);
@@ -218,7 +240,11 @@ void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   args.x = x.data;
   args.x_stride = x.stride;
   args.out_stride = out.stride;
-  if (w.has_quantized) args.xq = quantize(x);
+  if (w.has_quantized) args.xq = quantized_rows(x.rows, x.cols);
+  for_rows(x.rows, [&](int64_t t, int) {
+    make_row(t);
+    if (w.has_quantized) kernels_.quantize_rows(x.data, x.stride, args.k, args.xq, int(t), int(t) + 1);
+  });
   for (const CpuWeight::Part& part : w.parts) {
     args.weight = part.data;
     args.tile_bytes = part.tile_bytes;
@@ -345,13 +371,6 @@ void CpuBackend::plan_attention(const AttentionParams& params) {
           num_partitions_ += task.num_partitions;
           attention_tasks_.push_back(task);
         }
-}
-
-void CpuBackend::gated_activation(Tensor out, Tensor gate_up, Gate gate) {
-  const auto act = gate == Gate::kSilu ? Activation::kSilu : Activation::kGelu;
-  for_rows(out.rows, [&](int64_t t, int) {
-    kernels_.gated_activation(gate_up.row(t), gate_up.row(t) + out.cols, act, int(out.cols), out.row(t));
-  });
 }
 
 void CpuBackend::add(Tensor x, Tensor y) {

@@ -40,10 +40,11 @@ class CpuBackend final : public Backend {
   void embedding(Tensor out, const Weight& table, float scale) override;
   void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) override;
   void linear(Tensor out, Tensor x, const Weight& weight) override;
+  void norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) override;
+  void gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) override;
   void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
   void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
   void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
-  void gated_activation(Tensor out, Tensor gate_up, Gate gate) override;
   void add(Tensor x, Tensor y) override;
   void gather_rows(Tensor out, Tensor x) override;
 
@@ -57,7 +58,10 @@ class CpuBackend final : public Backend {
   // Calls body(row, thread) for each row, several rows a time.
   template <class Body>
   void for_rows(int64_t rows, const Body& body);
-  QuantizedRows quantize(Tensor x);
+  QuantizedRows quantized_rows(int64_t rows, int64_t k);
+  Tensor linear_input(int64_t rows, int64_t k);
+  template <class MakeRow>
+  void multiply(Tensor out, Tensor x, const Weight& weight, const MakeRow& make_row);
   void plan_attention(const AttentionParams& params);
   int first_visible(int token, const AttentionParams& params) const;
 
@@ -72,6 +76,7 @@ class CpuBackend final : public Backend {
   std::vector<int8_t> q_;
   std::vector<float> scale_, scaled_sum_;
   std::vector<int32_t> sum_, half_sum_;
+  std::vector<float> linear_input_;  // what norm_linear and gated_linear multiply
 };
 
 }  // namespace rvllm
