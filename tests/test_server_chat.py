@@ -238,3 +238,60 @@ def test_a_turn_is_split_into_reasoning_content_and_calls(size: int) -> None:
     (found,) = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert (found["index"], found["type"], found["function"]["name"]) == (0, "function", "weather")
     assert json.loads(found["function"]["arguments"]) == {"place": "Bern"} and found["id"]
+
+
+def test_what_an_answer_must_look_like(server: TinyServer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    formats: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"structured_outputs": {"json": schema}},
+        {"json_schema": schema},
+    ]
+    for seed, fields in enumerate(formats):
+        choice = server.ok(PATH, messages=HI, seed=seed, max_tokens=200, **fields)["choices"][0]
+        value = json.loads(choice["message"]["content"])
+        assert choice["finish_reason"] == "stop" and isinstance(value["a"], int) and value["b"] in ("x", "y")
+    for fields, texts in (
+        ({"structured_outputs": {"choice": ["red", "green"]}}, ("red", "green")),
+        ({"structured_outputs": {"regex": "ab{3}"}}, ("abbb",)),
+        ({"grammar": 'root ::= "yes" | "no"'}, ("yes", "no")),
+    ):
+        assert server.ok(PATH, messages=HI, **fields)["choices"][0]["message"]["content"] in texts
+    text = "x\U0001f917\u0451\u65e5\u672c"
+    const = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": text}}}
+    }
+    chunks = server.events(PATH, messages=HI, **const)
+    assert json.loads(joined(chunks)) == text and "\ufffd" not in joined(chunks)
+    assert all("\ufffd" not in json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
+    server.refused(PATH, messages=HI, response_format=bad)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_tool_that_must_be_called_is_called(server: TinyServer, choice: object, parallel: bool) -> None:
+    body = {
+        "messages": HI,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": parallel,
+        "seed": 2,
+    }
+    whole = server.ok(PATH, **body, max_tokens=900)["choices"][0]
+    assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
+    calls = whole["message"]["tool_calls"]
+    assert len(calls) == 1 or (parallel and choice == "required")
+    for call in calls:
+        assert call.keys() == {"id", "type", "function"} and call["function"]["name"] == "weather"
+        assert isinstance(json.loads(call["function"]["arguments"])["place"], str)
+    chunks = server.events(PATH, **body, max_tokens=900)
+    streamed = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in streamed] == list(range(len(calls)))
+    assert [call["function"] for call in streamed] == [call["function"] for call in calls]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"

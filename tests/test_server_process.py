@@ -1,0 +1,222 @@
+"""The process of `rvllm serve`: how it starts, drains and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_client import TEMPLATE, wait_until
+from tiny_gguf import write_tiny_model
+
+from rvllm.cli import main
+from rvllm.server.logs import logger as request_logger
+
+LONG = {"prompt": "Once", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+    write_tiny_model(path, context_length=65536, metadata={"tokenizer.chat_template": TEMPLATE})
+    return path
+
+
+class Process:
+    """A server on a free port; its log is read as it comes."""
+
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "rvllm",
+            "serve",
+            "--port",
+            "0",
+            "--num-blocks",
+            "8192",
+            "-t",
+            "1",
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.lines.extend(iter(self.process.stderr.readline, ""))
+
+    @property
+    def url(self) -> str:
+        wait_until(lambda: bool(self.lines) or self.process.poll() is not None, 60)
+        found = re.fullmatch(r"rvllm: listening at (http://127\.0\.0\.1:\d+)\n", self.lines[0])
+        assert found, self.lines
+        return found[1]
+
+    def wait_until_ready(self) -> str:
+        url = self.url
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 200, 60)
+        return url
+
+    def end(self, seconds: float = 30) -> tuple[int, str]:
+        """Exit status and what was logged."""
+        status = self.process.wait(seconds)
+        self._reader.join()
+        return status, "".join(self.lines)
+
+
+@contextmanager
+def serving(*arguments: str, **settings: Any) -> Iterator[Process]:
+    server = Process(*arguments, **settings)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def events(response: httpx.Response) -> Iterator[str]:
+    return (line.removeprefix("data: ") for line in response.iter_lines() if line)
+
+
+def test_sigterm_lets_requests_finish_and_refuses_new_ones(model: Path) -> None:
+    with serving("-m", str(model), "--drain-timeout", "60") as server:
+        url = server.wait_until_ready()
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "max_tokens": 3000}) as response:
+            lines = events(response)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}).status_code == 503
+            *_, last, done = lines
+        assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
+        status, log = server.end()
+        assert status == 0 and "Traceback" not in log
+
+
+def test_the_drain_ends_after_its_time_and_tells_the_clients(model: Path) -> None:
+    with serving("-m", str(model), "--drain-timeout", "0.1") as server:
+        url = server.wait_until_ready()
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response:
+            lines = events(response)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, done = lines
+        assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "abort"
+        assert server.end()[0] == 0
+
+
+def test_a_second_signal_ends_it_at_once(model: Path) -> None:
+    with serving("-m", str(model)) as server:
+        url = server.wait_until_ready()
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response:
+            lines = events(response)  # dropped, it would hang up
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.end(10)[0] == 128 + signal.SIGTERM
+
+
+def test_keys_names_template_and_log_come_from_the_command_line(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    arguments = (
+        "--served-model-name",
+        "a",
+        "b",
+        "--chat-template",
+        "chat.jinja",
+        "--log-file",
+        "log",
+        "--log-requests",
+    )
+    environment = {"RVLLM_API_KEY": "secret"}
+    with serving(str(model), *arguments, environment=environment) as server:
+        url = server.wait_until_ready()
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        with httpx.Client(base_url=url, headers={"Authorization": "Bearer secret"}) as client:
+            assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["a", "b"]
+            body = {"model": "b", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            assert (answer["model"], answer["usage"]["prompt_tokens"]) == ("a", 4)
+            assert (
+                client.post("/v1/completions", json={"model": str(model), "prompt": "x"}).status_code == 200
+            )
+        server.process.send_signal(signal.SIGINT)
+        status, stderr = server.end()
+        assert status == 0 and stderr.count("\n") == 1
+    log = (tmp_path / "log").read_text()
+    assert 'prompts=["[hi]"]' in log and "secret" not in log and request_logger.name in log
+
+
+def test_a_full_disk_for_logs_is_survived(model: Path) -> None:
+    with serving("-m", str(model), "--log-file", "/dev/full") as server:
+        url = server.wait_until_ready()
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end()[0] == 0
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    (tmp_path / "folder").mkdir()
+    for name in ("bad.gguf", "missing.gguf", "folder"):
+        assert main(["serve", "--port", "0", "-m", name]) == 2
+        listening, error = capsys.readouterr().err.splitlines()
+        assert listening.startswith("rvllm: listening at ")
+        assert error.startswith("rvllm: error: ") and name in error
+
+
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", "-m", str(model), "--port", str(port)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"rvllm: error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--port", "70000"], "--port"), (["--timeout", "0"], "--timeout"), (["--timeout", "nan"], "--timeout"),
+     (["--max-queue", "-1"], "--max-queue"), (["--api-key", ""], "--api-key"),
+     (["--max-body-size", "0"], "--max-body-size"), (["--chat-template", "nope.jinja"], "nope.jinja"),
+     (["a", "-m", "b"], "MODEL"), (["--drain-timeout", "-1"], "--drain-timeout"),
+     (["--log-file", "/nope/log"], "/nope/log")],
+)  # fmt: skip
+def test_bad_options_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], word: str
+) -> None:
+    assert main(["serve", "--port", "0", *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("rvllm: error: ") and word in error
+
+
+def test_other_commands_do_not_import_the_server() -> None:
+    code = "import sys, rvllm.cli, rvllm.llm; print({'fastapi', 'uvicorn', 'pydantic'} & {*sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "set()\n"
