@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that no text is expected to hold
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+GOES_THROUGH_PARTS = re.compile(r"for\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
 MAX_DEPTH = 100  # levels of lists and dicts in messages and tools
 
 Message = Mapping[str, Any]
@@ -85,6 +88,7 @@ class ChatTemplate:
         Raises ChatTemplateError.
         """
         template = self.compile()
+        messages = self._with_texts(messages)
         end = ""
         if continue_final_message:
             if add_generation_prompt:
@@ -99,15 +103,39 @@ class ChatTemplate:
             "documents": None,
         }
         variables |= kwargs
+        from rvllm.jinja_environment import Budget, budget
+
+        token = budget.set(Budget())
         try:
             text = template.render(variables)
         except Exception as error:  # templates fail in every way that Python does
             raise ChatTemplateError(f"chat template: {_one_line(error)}") from None
+        finally:
+            budget.reset(token)
         if end:
             if end not in text:
                 raise ChatTemplateError("chat template: leaves out the final message, nothing to continue")
             text = text[: text.rindex(end)]
         return text
+
+    def _with_texts(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages whose lists of content parts are one text each, unless the template goes through them itself."""
+        plain = []
+        for i, message in enumerate(messages):
+            parts = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(parts, (list, tuple)):
+                for j, part in enumerate(parts):
+                    kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+                    if kind not in TEXT_PARTS:
+                        where = f"messages.{i}.content.{j}"
+                        raise ChatTemplateError(
+                            f"{where}: parts of type {kind!r:.50} are not supported: the model reads text"
+                        )
+                texts = [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
+                if len(texts) == len(parts) and not GOES_THROUGH_PARTS.search(self.source):
+                    message = {**message, "content": "\n".join(map(str, texts))}
+            plain.append(message)
+        return plain
 
     def encode_chat(
         self,

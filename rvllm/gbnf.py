@@ -201,7 +201,7 @@ class Parser:
         char = self._peek()
         if not char or char in "\r\n":
             self._at = start
-            raise self._error(f"no {end} to the {self._text[start]}")
+            raise self._error(f"{self._text[start]} is not closed by {end}")
         self._at += 1
         if char != "\\":
             return ord(char)

@@ -1,17 +1,33 @@
-"""The Jinja environment of chat templates: a sandbox with the settings and helpers that Hugging Face gives them."""
+"""The Jinja environment of chat templates: a sandbox with the settings and helpers that Hugging Face gives them.
+
+Templates come with models and may be hostile. The sandbox keeps them from running Python; a Budget keeps their loops,
+calls and texts within bounds.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from datetime import datetime
-from functools import cache
-from typing import Any, NoReturn
+from functools import cache, wraps
+from typing import Any, NoReturn, cast
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
+from jinja2.filters import do_format
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_STEPS = 1_000_000
+MAX_SECONDS = 10.0
+MAX_CHARACTERS = 2**24
+
+_WIDTH = re.compile(r"\d{7,}")  # of a field, in a format
 
 
 class _Generation(Extension):
@@ -22,6 +38,119 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class BudgetError(TemplateError):
+    """A template that does too much."""
+
+
+class Budget:
+    """What one rendering may still do. Only those of the usual ways to do much are watched that a template has: loops,
+    calls, and operators that join or repeat."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._deadline = time.monotonic() + MAX_SECONDS
+
+    def step(self) -> None:
+        """Counts one turn of a loop, or one call."""
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise BudgetError(f"more than {MAX_STEPS} turns of loops and calls")
+        if time.monotonic() > self._deadline:
+            raise BudgetError(f"takes more than {MAX_SECONDS:g} seconds")
+
+    @staticmethod
+    def check_size(size: int) -> None:
+        if size > MAX_CHARACTERS:
+            raise BudgetError(f"makes a text or list of more than {MAX_CHARACTERS} parts")
+
+
+budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in list(template.find_all(nodes.For)):
+            loop.iter = _filter("_counted", loop.iter)
+        for concat in list(template.find_all(nodes.Concat)):
+            # The parts of a ~ b as one list, so that their sizes are known before they are joined.
+            concat.nodes = [_filter("_joined", nodes.List(concat.nodes, lineno=concat.lineno))]
+        return template
+
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if current := budget.get():
+            current.step()
+        if isinstance(getattr(function, "__self__", None), str):  # 'x'.center(10**12)
+            _check_widths(*args, *kwargs.values())
+        result = super().call(context, function, *args, **kwargs)
+        if isinstance(result, str):
+            Budget.check_size(len(result))
+        return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if isinstance(getattr(value, "__self__", None), str):
+            _check_format(value.__self__)
+        return super().wrap_str_format(value)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        sized = (str, list, tuple)
+        if operator == "+" and isinstance(left, sized) and isinstance(right, sized):
+            Budget.check_size(len(left) + len(right))
+        elif operator == "*":
+            for some, count in ((left, right), (right, left)):
+                if isinstance(some, sized) and isinstance(count, int):
+                    Budget.check_size(len(some) * count)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            Budget.check_size(left.bit_length() * right)
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+        return super().call_binop(context, operator, left, right)
+
+
+def _filter(name: str, node: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
+
+
+def _check_widths(*values: object) -> None:
+    Budget.check_size(max((value for value in values if isinstance(value, int)), default=0))
+
+
+def _check_format(text: str) -> None:
+    Budget.check_size(max((int(width[:18]) for width in _WIDTH.findall(text)), default=0))
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of texts or lists that takes no large widths."""
+
+    @wraps(function)
+    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_widths(*args, *kwargs.values())
+        return function(value, *args, **kwargs)
+
+    return bounded
+
+
+def _format(text: str, *args: Any, **kwargs: Any) -> str:
+    _check_format(str(text))
+    return do_format(text, *args, **kwargs)
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    current = budget.get()
+    for item in items:
+        if current:
+            current.step()
+        yield item
+
+
+def _joined(parts: list[Any]) -> str:
+    texts = [str(part) for part in parts]
+    Budget.check_size(sum(map(len, texts)))
+    return "".join(texts)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -47,10 +176,13 @@ def _tojson(
 
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+    made = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    made.filters["tojson"] = _tojson
+    for name in ("batch", "center", "indent", "slice"):
+        made.filters[name] = _bounded(made.filters[name])
+    made.filters |= {"format": _format, "tojson": _tojson, "_counted": _counted, "_joined": _joined}
+    del made.globals["lipsum"]  # texts of any length, in a loop of its own
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
     return made

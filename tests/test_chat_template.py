@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vocabularies import CONTROL, bpe_metadata
 
 from rvllm.chat_template import ChatTemplate, ChatTemplateError
+from rvllm.chat_templates import NAMED, read_template
 from rvllm.gguf_file import GGUFFile
 from rvllm.tokenizer import Tokenizer
 
@@ -144,6 +145,117 @@ def test_sandbox(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert messages == user("hi")
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "turns of loops and calls",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "turns of loops",
+        ),
+        (
+            "{% set ns=namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+            "parts",
+        ),
+        (
+            "{% set ns=namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+            "parts",
+        ),
+        ("{{ 'x' * 10**10 }}", "parts"),
+        ("{{ [1] * 10**10 }}", "parts"),
+        ("{{ 10 ** (10 ** 9) }}", "parts"),
+        ("{{ 'x'.center(10**10) }}", "parts"),
+        ("{{ 'x' | center(10**10) }}", "parts"),
+        ("{{ '%9999999999d' % 1 }}", "parts"),
+        ("{{ '%9999999999d' | format(1) }}", "parts"),
+        ("{{ '{:9999999999}'.format(1) }}", "parts"),
+        ("{{ lipsum(n=10**9) }}", "lipsum"),
+    ],
+)
+def test_hostile_templates_end(source: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.jinja_environment.MAX_STEPS", 20_000)
+    with pytest.raises(ChatTemplateError, match=message):
+        render(source)
+
+
+def test_a_template_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.jinja_environment.MAX_SECONDS", 0.0)
+    with pytest.raises(ChatTemplateError, match="takes more than 0 seconds"):
+        render("{% for i in range(3) %}{% endfor %}")
+
+
+def test_bounds_leave_usual_templates_alone() -> None:
+    source = (
+        "{% for m in messages %}{{ loop.index }}{{ loop.last }}{{ loop.length }}{{ loop.nextitem }}{% else %}-"
+        "{% endfor %}"
+        "|{% for k, v in {'a': 1}.items() recursive %}{{ k ~ v ~ none }}{% endfor %}|{{ [1] + [2] }}{{ 7 % 4 }}"
+        "{{ 2 ** 3 }}"
+        "|{% macro f(x) %}{{ x }}{% endmacro %}{{ f(1700000000) }}|{{ '%s %d' | format('a', 1700000000) }}"
+        "|{{ '{}'.format(1700000000) }}|{{ messages[0].content | center(15) }}"
+    )
+    expected = "1True1|a1None|[1, 2]38|1700000000|a 1700000000|1700000000|  12345678901  "
+    assert render(source, user("12345678901")) == expected
+
+
+def test_parts_of_content() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", user(parts)) == "a \nb"
+    assert render(PARTS, user(parts)) == "<|im_start|>ab<|im_end|>"  # goes through them itself
+    for kind in ("image_url", "input_audio", "video"):
+        with pytest.raises(
+            ChatTemplateError, match=f"messages.0.content.1: parts of type '{kind}' are not supported"
+        ):
+            render(CHATML, user([parts[0], {"type": kind, kind: {}}]))
+
+
+CONVERSATION = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "bye"},
+]
+RENDERED = {
+    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+    "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n",
+    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yo</s>[INST] bye [/INST]",
+    "mistral": "<s>[INST] S\n\nhi [/INST] yo</s>[INST] bye [/INST]",
+    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gemma": "<s><start_of_turn>user\nS\n\nhi<end_of_turn>\n<start_of_turn>model\nyo<end_of_turn>\n"
+    "<start_of_turn>user\nbye<end_of_turn>\n<start_of_turn>model\n",
+    "zephyr": "<|system|>\nS</s>\n<|user|>\nhi</s>\n<|assistant|>\nyo</s>\n<|user|>\nbye</s>\n<|assistant|>\n",
+    "phi3": "<|system|>\nS<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\nyo<|end|>\n"
+    "<|user|>\nbye<|end|>\n<|assistant|>\n",
+    "vicuna": "<s>S\n\nUSER: hi\nASSISTANT: yo</s>\nUSER: bye\nASSISTANT:",
+    "alpaca": "S\n\n### Instruction:\nhi\n\n### Response:\nyo</s>\n\n### Instruction:\nbye\n\n### Response:\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_named_templates(name: str) -> None:
+    assert render(read_template(name), CONVERSATION) == RENDERED[name]
+
+
+def test_templates_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.jinja"
+    path.write_text("{{ messages[0].content }}!\n", "utf-8")
+    assert render(read_template(str(path))) == "hi!"
+    with pytest.raises(ChatTemplateError, match=r"'nope' is neither a file nor one of chatml, "):
+        read_template("nope")
+    path.write_bytes(b"\xff")
+    with pytest.raises(ChatTemplateError, match="byte 0 is not UTF-8"):
+        read_template(str(path))
+    path.write_bytes(b" ")
+    with pytest.raises(ChatTemplateError, match="is empty"):
+        read_template(str(path))
+    with pytest.raises(ChatTemplateError, match="directory"):
+        read_template(str(tmp_path))
+
+
 def test_template_of_a_file(caplog: pytest.LogCaptureFixture) -> None:
     metadata = bpe_metadata()
     assert ChatTemplate.from_gguf(metadata, TOKENIZER) is None
@@ -169,7 +281,7 @@ def test_continue_final_message() -> None:
     assert render(PARTS, [{"content": [{"text": "x"}, {"text": "y "}]}], **options).endswith("xy ")
     ids = ChatTemplate(CHATML).encode_chat(TOKENIZER, messages, **options)
     assert ids[-4:] == list(b"A B ")
-    for bad, message in [([], "no message"), (user(None), "no text"), (user([]), "no text")]:
+    for bad, message in [([], "no message"), (user(None), "no text")]:
         with pytest.raises(ChatTemplateError, match=message):
             render(CHATML, bad, **options)
     with pytest.raises(ChatTemplateError, match="exclude each other"):

@@ -69,14 +69,14 @@ def test_matches(grammar: str, text: str, wrong: str) -> None:
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ('root ::= "a', 'line 1: no " to the "'),
+        ('root ::= "a', 'line 1: " is not closed by "'),
         ('x ::= "a"', "no rule 'root'"),
         ("root ::= foo", "rule 'foo' is not defined"),
         ('root ::= "a"\nroot ::= "b"', "line 2: rule 'root' is there twice"),
         ('root ::= "a" $', r"line 1: unexpected '\$'"),
         ("root ::= [z-a]", "the range 'z' to 'a' is empty"),
         ("root ::= []", r"\[\] matches nothing"),
-        ("root ::= [a", r"no ] to the \["),
+        ("root ::= [a", r"\[ is not closed by ]"),
         ('root ::= ("a"', r"expected \)"),
         ('root ::= "a"{x}', "expected a repetition"),
         ('root ::= "a"{3,2}', "ends below its beginning"),

@@ -18,7 +18,8 @@ from rvllm.cli.arguments import (
     read_text,
     sampling_params,
 )
-from rvllm.cli.errors import CommandError, one_line
+from rvllm.cli.constraints import add_constraint_arguments, structured_output
+from rvllm.cli.errors import CommandError, one_line, user_errors
 from rvllm.cli.printer import JSONPrinter, TextPrinter, use_utf8
 from rvllm.cli.profiling import add_profile_arguments, print_profile, wants_profile, write_profile_trace
 from rvllm.sampling_params import SamplingParams
@@ -40,11 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file with one prompt, whose last newline does not count; may be repeated")
     add("--chat", action="store_true", help="send each prompt as a message, in the model's chat template")
     add("--system", metavar="TEXT", help="with --chat: the system message")
+    add("--chat-template", metavar="FILE",
+        help="with --chat: a Jinja template to use instead of the model's own, or the name of a common one, such as "
+        "chatml")
     add("--arrival-step", type=int, nargs="+", action="extend", metavar="N",
         help="the step in which the prompts join: one number for all or one for each")
 
     add = add_sampling_arguments(parser).add_argument
     add("--ignore-eos", action="store_true", help="do not end where the model would")
+    add_constraint_arguments(parser)
     add("--logprobs", type=int, metavar="N", help="with --json: log probabilities of each token and the N best")
 
     group = parser.add_argument_group("output")
@@ -59,13 +64,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prompts, steps = _read_prompts(args.sources), args.arrival_step or [0]
-    params = sampling_params(args, ignore_eos=args.ignore_eos, logprobs=args.logprobs)
-    if args.system is not None and not args.chat:
-        raise CommandError("--system needs --chat")
+    params = sampling_params(
+        args, ignore_eos=args.ignore_eos, logprobs=args.logprobs, structured_output=structured_output(args)
+    )
+    for option, value in (("--system", args.system), ("--chat-template", args.chat_template)):
+        if value is not None and not args.chat:
+            raise CommandError(f"{option} needs --chat")
+    from rvllm.chat_template import ChatTemplate
+    from rvllm.chat_templates import read_template
+
+    with user_errors():
+        template = None if args.chat_template is None else read_template(args.chat_template)
     if len(steps) not in (1, len(prompts)):
         raise CommandError(f"--arrival-step: {len(steps)} numbers for {len(prompts)} prompts")
     llm = load_llm(args, profile=wants_profile(args))
     _warn_of_idle_options(args, params)
+    if template is not None:
+        llm.chat_template = ChatTemplate.from_source(template, llm.tokenizer)
     if args.chat and llm.chat_template is None:
         raise CommandError("--chat: the model has no chat template")
 

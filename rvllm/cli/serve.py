@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)")
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the file's)")
-    add("--chat-template", metavar="FILE", help="a Jinja template to use instead of the model's own")
+    add("--chat-template", metavar="FILE",
+        help="a Jinja template to use instead of the model's own, or the name of a common one, such as chatml")
     add("--max-queue", type=int, default=256, metavar="N",
         help="requests that may wait beside those that run; more are answered 429 (default: %(default)s)")
     add("--timeout", type=float, metavar="SECONDS", help="end a request after this time (default: no limit)")

@@ -17,7 +17,8 @@ import uvicorn
 
 from rvllm.async_engine import AsyncEngine
 from rvllm.chat_template import ChatTemplate
-from rvllm.cli.arguments import load_llm, read_text
+from rvllm.chat_templates import read_template
+from rvllm.cli.arguments import load_llm
 from rvllm.cli.errors import CommandError, user_errors
 from rvllm.server.app import create_app
 from rvllm.server.logs import configure_logging
@@ -73,7 +74,8 @@ class Server:
     def _load(self) -> None:
         args, config = self._args, self._config
         try:
-            source = None if args.chat_template is None else read_text(args.chat_template)
+            with user_errors():
+                source = None if args.chat_template is None else read_template(args.chat_template)
             llm = load_llm(args, args.seed)
             template = (
                 llm.chat_template if source is None else ChatTemplate.from_source(source, llm.tokenizer)
