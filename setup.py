@@ -26,6 +26,8 @@ CORE_SOURCES = [
     "csrc/sampler.cpp",
     "csrc/thread_pool.cpp",
     "csrc/cpu/arena.cpp",
+    "csrc/cpu/attention_plan.cpp",
+    "csrc/cpu/cpu_attention.cpp",
     "csrc/cpu/ceilings.cpp",
     "csrc/cpu/cpu_backend.cpp",
     "csrc/cpu/cpu_features.cpp",

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kv_cache.h"
 #include "tensor.h"
 #include "thread_pool.h"
 
@@ -35,19 +36,6 @@ class Weight {
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t bytes = 0;
-};
-
-class KVCache {
- public:
-  virtual ~KVCache() = default;
-};
-
-struct KVCacheSpec {
-  int num_layers = 0;
-  int num_blocks = 0;
-  int block_size = 0;
-  int num_kv_heads = 0;
-  int head_dim = 0;
 };
 
 struct AttentionParams {

@@ -158,6 +158,9 @@ PYBIND11_MODULE(_core, m) {
   py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend")
       .def_property_readonly("name", &Backend::name)
       .def_property_readonly("num_threads", [](Backend& b) { return b.pool().size(); });
+  py::enum_<KVType> kv_type(m, "KVType", "How elements of keys and values are kept.");
+  for (int i = 0; i < kNumKVTypes; ++i) kv_type.value(kKVTypeNames[i], KVType(i));
+
   py::class_<CpuBackend, Backend, std::shared_ptr<CpuBackend>>(m, "CpuBackend")
       .def(py::init<int, const std::string&>(), py::arg("num_threads"), py::arg("isa") = "")
       .def_property_readonly("isa", [](const CpuBackend& b) { return std::string(b.isa()); });
@@ -216,8 +219,10 @@ PYBIND11_MODULE(_core, m) {
              return std::make_unique<Model>(std::move(backend), model_config(config), tensor_source(find, consumed));
            }),
            py::arg("backend"), py::arg("config"), py::arg("find"), py::arg("consumed"))
-      .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"))
-      .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"))
+      .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"),
+           py::arg("type") = KVType::kF16)
+      .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"),
+           py::arg("type") = KVType::kF16)
       .def("step", &step, py::arg("arrays"), py::arg("readers"),
            py::arg("pooled") = std::vector<std::tuple<Pooler*, int, int>>(), py::arg("before_sampling") = py::none())
       .def("logits", &logits, py::arg("arrays"), "Logits of logits_indices as float32 [B', vocab_size].");

@@ -121,9 +121,9 @@ FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y) {
 FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k, const FloatArray& v,
                      const IntArray& positions, const IntArray& slot_mapping, const IntArray& query_start_loc,
                      const IntArray& context_lens, const IntArray& block_tables, int num_blocks, int block_size,
-                     int num_heads, int num_kv_heads, int window, float scale, float soft_cap) {
+                     int num_heads, int num_kv_heads, int window, float scale, float soft_cap, KVType kv_type) {
   const int head_dim = int(q.shape(1)) / num_heads;
-  const auto cache = backend.alloc_kv_cache({1, num_blocks, block_size, num_kv_heads, head_dim});
+  const auto cache = backend.alloc_kv_cache({1, num_blocks, block_size, num_kv_heads, head_dim, kv_type});
   const DeviceMatrix keys(backend, k), values(backend, v), queries(backend, q), out(backend, q.shape(0), q.shape(1));
   Batch batch;
   batch.num_tokens = int(q.shape(0));
@@ -171,7 +171,7 @@ void bind_ops(py::module_& m) {
   ops.def("attention", &attention, py::arg("backend"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("positions"),
           py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"), py::arg("block_tables"),
           py::arg("num_blocks"), py::arg("block_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
-          py::arg("window") = 0, py::arg("scale") = 1.0f, py::arg("soft_cap") = 0.0f);
+          py::arg("window") = 0, py::arg("scale") = 1.0f, py::arg("soft_cap") = 0.0f, py::arg("kv_type") = KVType::kF16);
   ops.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"));
 }
 

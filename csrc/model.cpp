@@ -95,18 +95,18 @@ Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorS
   cos_sin_.resize(c.inv_freq.size());
 }
 
-KVCacheSpec Model::kv_cache_spec(int num_blocks, int block_size) const {
-  return {config_.num_layers, num_blocks, block_size, config_.num_kv_heads, config_.head_dim};
+KVCacheSpec Model::kv_cache_spec(int num_blocks, int block_size, KVType type) const {
+  return {config_.num_layers, num_blocks, block_size, config_.num_kv_heads, config_.head_dim, type};
 }
 
-void Model::alloc_kv_cache(int num_blocks, int block_size) {
-  kv_cache_ = backend_->alloc_kv_cache(kv_cache_spec(num_blocks, block_size));
+void Model::alloc_kv_cache(int num_blocks, int block_size, KVType type) {
+  kv_cache_ = backend_->alloc_kv_cache(kv_cache_spec(num_blocks, block_size, type));
   num_blocks_ = num_blocks;
   block_size_ = block_size;
 }
 
-size_t Model::kv_cache_bytes(int num_blocks, int block_size) const {
-  return backend_->kv_cache_bytes(kv_cache_spec(num_blocks, block_size));
+size_t Model::kv_cache_bytes(int num_blocks, int block_size, KVType type) const {
+  return backend_->kv_cache_bytes(kv_cache_spec(num_blocks, block_size, type));
 }
 
 void Model::check_batch(const Batch& b) const {

@@ -62,8 +62,8 @@ class Model {
   // Loads every weight. Throws invalid_argument naming a tensor that is missing, misshapen or of an unsupported type.
   Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorSource& source);
 
-  void alloc_kv_cache(int num_blocks, int block_size);
-  size_t kv_cache_bytes(int num_blocks, int block_size) const;
+  void alloc_kv_cache(int num_blocks, int block_size, KVType type);
+  size_t kv_cache_bytes(int num_blocks, int block_size, KVType type) const;
 
   // Runs one step; readers[i] reads the logits of logits_indices[i]. A row that cannot be sampled or scored has an
   // error instead of a token. Throws invalid_argument when an index of the batch is out of range or a reader does not
@@ -89,7 +89,7 @@ class Model {
     int64_t capacity = 0;
   };
 
-  KVCacheSpec kv_cache_spec(int num_blocks, int block_size) const;
+  KVCacheSpec kv_cache_spec(int num_blocks, int block_size, KVType type) const;
   void check_batch(const Batch& batch) const;
   void check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
                      const std::vector<PooledTokens>& pooled) const;

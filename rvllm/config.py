@@ -19,6 +19,9 @@ _MAX_POSITION = 2**30  # positions are int32
 _MEAN_POOLING = 1
 
 
+KV_CACHE_DTYPES = ("f16", "f32", "bf16", "q8_0")  # q8_0: int8 with a float scale for each 32 elements
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine; None means: derive it from the model and the machine."""
@@ -31,6 +34,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in a KV-cache block
     num_blocks: int | None = None
     kv_cache_memory: int | None = None  # bytes; num_blocks wins when both are given
+    kv_cache_dtype: str = "f16"  # of keys and values: one of KV_CACHE_DTYPES
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     isa: str | None = None
@@ -62,6 +66,10 @@ class EngineConfig:
                 raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
         if self.dtype not in ("auto", "float32"):
             raise ValueError(f"dtype must be 'auto' or 'float32', not {self.dtype!r}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, not {self.kv_cache_dtype!r}"
+            )
 
 
 _OPTIONAL = frozenset({"max_model_len", "num_blocks", "kv_cache_memory", "num_threads", "seed"})

@@ -44,6 +44,7 @@ class LLM:
     max_model_len: most tokens of prompt and answer together; None: what the model was trained for.
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens computed in one step.
     num_blocks, kv_cache_memory (bytes): size of the KV cache; None: from the machine's free memory.
+    kv_cache_dtype: f16, f32, bf16 or q8_0 (half the memory of f16, at some loss).
     num_threads: None: the processors this process may use.
     isa: scalar, avx2, avx512_vnni, amx or neon; None: $RVLLM_ISA, else the best that the machine has.
     seed: from which requests without a seed of their own get theirs; None: a random one.
@@ -65,6 +66,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
+        kv_cache_dtype: str = "f16",
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
         isa: str | None = None,
@@ -80,6 +82,7 @@ class LLM:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
             num_threads=num_threads,
             isa=isa,

@@ -47,9 +47,10 @@ class ModelRunner:
         self.block_size = config.block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self._model = _load_model(self.backend, gguf, model_config, config.dtype)
-        self.kv_bytes_per_block = self._model.kv_cache_bytes(1, config.block_size)
+        kv_type = getattr(_core.KVType, config.kv_cache_dtype)
+        self.kv_bytes_per_block = self._model.kv_cache_bytes(1, config.block_size, kv_type)
         self.num_blocks = self._choose_num_blocks(model_config, config)
-        self._model.alloc_kv_cache(self.num_blocks, config.block_size)
+        self._model.alloc_kv_cache(self.num_blocks, config.block_size, kv_type)
         if self.profile is not None:
             self.profile.reset()  # threads have repacked weights
 

@@ -163,6 +163,7 @@ def test_gemma3_layers_may_be_listed(tmp_path: Path) -> None:
         ("num_blocks", 0, "not 0"),
         ("num_threads", 0, "not 0"),
         ("kv_cache_memory", 0, "not 0"),
+        ("kv_cache_dtype", "fp8", "one of f16, f32, bf16, q8_0, not 'fp8'"),
         ("seed", -1, "not -1"),
         ("max_num_seqs", 1.5, "an integer, not 1.5"),
         ("max_num_seqs", True, "an integer, not True"),

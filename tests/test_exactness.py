@@ -100,6 +100,19 @@ def test_equal_under_every_setting(
     assert llm.engine.stats.free_blocks == llm.engine.stats.num_blocks
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["f16", "f32", "bf16", "q8_0"])
+def test_a_long_shared_prefix_answers_as_alone(model: Path, kv_cache_dtype: str) -> None:
+    prefix, rng = np.random.default_rng(3).integers(0, 256, 300).tolist(), np.random.default_rng(4)
+    prompts = [prefix + rng.integers(0, 256, n).tolist() for n in (3, 40, 90, 17)]
+    alone = LLM(
+        model, kv_cache_dtype=kv_cache_dtype, isa="scalar", num_threads=1, enable_prefix_caching=False
+    )
+    expected = [answers(alone, [prompt], SEEDED)[0] for prompt in prompts]
+    llm = LLM(model, kv_cache_dtype=kv_cache_dtype)
+    assert answers(llm, prompts, SEEDED) == expected
+    assert llm.engine.stats.prefix_hits >= 3 * 288
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_batched_tokens": 16}, {"enable_prefix_caching": False}], ids=str
 )

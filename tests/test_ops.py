@@ -186,6 +186,30 @@ def test_add(backend: _core.CpuBackend) -> None:
     np.testing.assert_array_equal(ops.add(backend, x, y), x + y)
 
 
+def kept_bf16(a: Array) -> Array:
+    bits = a.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
+    return rounded.astype(np.uint32).view(np.float32)
+
+
+def kept_q8_0(a: Array) -> Array:
+    """As int8 with one scale for each 32 elements of a head, the last block being shorter."""
+    blocks = []
+    for first in range(0, a.shape[-1], 32):
+        x = a[..., first : first + 32]
+        scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
+        blocks.append(np.rint(x / np.where(scale == 0, 1, scale)) * scale)
+    return np.concatenate(blocks, axis=-1)
+
+
+KEPT = {
+    "f16": lambda a: a.astype(np.float16).astype(np.float32),
+    "f32": lambda a: a,
+    "bf16": kept_bf16,
+    "q8_0": kept_q8_0,
+}
+
+
 class Step:
     """Requests with some context, laid out in shuffled blocks; attention of their last tokens."""
 
@@ -195,6 +219,7 @@ class Step:
         rng = np.random.default_rng(sum(contexts) + block_size + dim)
         self.queries, self.contexts, self.block_size = queries, contexts, block_size
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.kv_type = _core.KVType.f16
         self.q = [normal(n, heads * dim, seed=i) for i, n in enumerate(queries)]
         self.k = [normal(n, kv_heads * dim, seed=10 + i) for i, n in enumerate(contexts)]
         self.v = [normal(n, kv_heads * dim, seed=20 + i) for i, n in enumerate(contexts)]
@@ -224,16 +249,25 @@ class Step:
         out = ops.attention(
             backend, np.vstack(queries), np.vstack(self.k), np.vstack(self.v), np.concatenate(positions),
             np.concatenate(slots), starts, np.array(self.contexts), self.tables, self.num_blocks, self.block_size,
-            self.heads, self.kv_heads, window, self.dim**-0.5, soft_cap,
+            self.heads, self.kv_heads, window, self.dim**-0.5, soft_cap, self.kv_type,
         )  # fmt: skip
         return [out[starts[i] : starts[i + 1]][keep[i]] for i in range(len(self.contexts))]
 
-    def expected(self, i: int, window: int = 0, soft_cap: float = 0.0) -> Array:
-        def half(a: Array, heads: int) -> Array:
-            return a.astype(np.float16).astype(np.float32).reshape(-1, heads, self.dim)
+    def attend_last(self, backend: _core.CpuBackend, window: int) -> list[Array]:
+        """The same of one query each, as requests that decode have it."""
+        positions = [np.arange(context) for context in self.contexts]
+        slots = [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
+                 for i, p in enumerate(positions)]  # fmt: skip
+        out = ops.attention(
+            backend, np.vstack(self.q), np.vstack(self.k), np.vstack(self.v), np.array(self.contexts) - 1,
+            np.concatenate(slots), np.arange(len(positions) + 1), np.array(self.contexts), self.tables,
+            self.num_blocks, self.block_size, self.heads, self.kv_heads, window, self.dim**-0.5, 0.0, self.kv_type,
+        )  # fmt: skip
+        return list(out)
 
+    def expected(self, i: int, window: int = 0, soft_cap: float = 0.0) -> Array:
         q = self.q[i].reshape(-1, self.heads, self.dim)
-        k, v = half(self.k[i], self.kv_heads), half(self.v[i], self.kv_heads)
+        k, v = (KEPT[self.kv_type.name](a[i].reshape(-1, self.kv_heads, self.dim)) for a in (self.k, self.v))
         return reference.attention(q, k, v, self.dim**-0.5, window, soft_cap).reshape(len(q), -1)
 
 
@@ -256,6 +290,37 @@ def test_attention(
     out = step.attend(backend, window, soft_cap)
     for i in range(4):
         np.testing.assert_allclose(out[i], step.expected(i, window, soft_cap), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "bf16", "q8_0"])
+@pytest.mark.parametrize("block_size", [16, 5])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+def test_attention_over_other_types(
+    backend: _core.CpuBackend, kv_type: str, block_size: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    step = Step([1, 5], [40, 530], block_size, heads, kv_heads, dim)
+    step.kv_type = getattr(_core.KVType, kv_type)
+    out = step.attend(backend)
+    # A code of q8_0 may fall on the other side of a half: one step of the scale, for one element.
+    tolerance = 2e-3 if kv_type == "q8_0" else 2e-6
+    for i in range(2):
+        np.testing.assert_allclose(out[i], step.expected(i), rtol=2e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("block_size", [16, 256, 1])
+def test_attention_over_a_shared_prefix_has_the_same_bits(window: int, block_size: int) -> None:
+    shape, contexts, shared = (6, 3, 32), [513, 600, 1030, 700, 768, 530, 20], 512
+    step = Step([1] * len(contexts), contexts, block_size, *shape)
+    for i in range(1, 6):  # all but the last begin alike; two of them part after the first 256
+        count = 256 if i == 3 else shared
+        step.tables[i, : count // block_size] = step.tables[0, : count // block_size]
+        step.k[i][:count], step.v[i][:count] = step.k[0][:count], step.v[0][:count]
+    together = step.attend_last(_core.CpuBackend(2), window)
+    for i in range(len(contexts)):
+        alone = Step([1], [contexts[i]], block_size, *shape)
+        alone.q, alone.k, alone.v = [step.q[i]], [step.k[i]], [step.v[i]]
+        np.testing.assert_array_equal(together[i], alone.attend(_core.CpuBackend(1, "scalar"), window)[0][0])
 
 
 @pytest.mark.parametrize("window", [0, 100])

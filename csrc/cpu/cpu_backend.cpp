@@ -1,6 +1,5 @@
 #include "cpu/cpu_backend.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include "check.h"
 #include "cpu/ceilings.h"
 #include "cpu/cpu_features.h"
+#include "cpu/cpu_kv_cache.h"
 #include "cpu/repack.h"
 
 namespace rvllm {
@@ -34,30 +34,6 @@ class CpuWeight final : public Weight {
 class CpuVector final : public Weight {
  public:
   std::vector<float> values;
-};
-
-// Blocks of one layer and KV head lie together: [layers, KV heads, blocks, (K: [D, block_size], V: [block_size, D])].
-class CpuKVCache final : public KVCache {
- public:
-  explicit CpuKVCache(const KVCacheSpec& spec, size_t bytes) : spec(spec), bytes_(bytes) {
-    // Pages come to life when they are first written, zeroed: an idle cache costs nothing.
-    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p == MAP_FAILED) throw std::bad_alloc();
-    data_ = static_cast<uint16_t*>(p);
-  }
-  ~CpuKVCache() override { munmap(data_, bytes_); }
-
-  int64_t matrix() const { return int64_t(spec.head_dim) * spec.block_size; }
-  int64_t block_stride() const { return 2 * matrix(); }
-  uint16_t* head(int layer, int kv_head) const {
-    return data_ + (int64_t(layer) * spec.num_kv_heads + kv_head) * spec.num_blocks * block_stride();
-  }
-
-  const KVCacheSpec spec;
-
- private:
-  size_t bytes_;
-  uint16_t* data_;
 };
 
 constexpr int64_t kPieceBytes = 8 << 20;  // of weights repacked at a time
@@ -157,12 +133,11 @@ std::unique_ptr<Weight> CpuBackend::load_vector(const HostTensor& tensor) {
 }
 
 size_t CpuBackend::kv_cache_bytes(const KVCacheSpec& s) const {
-  return size_t(2) * sizeof(uint16_t) * size_t(s.num_layers) * size_t(s.num_blocks) * size_t(s.block_size) *
-         size_t(s.num_kv_heads) * size_t(s.head_dim);
+  return size_t(s.num_blocks) * CpuKVCache::block_stride(s);
 }
 
 std::unique_ptr<KVCache> CpuBackend::alloc_kv_cache(const KVCacheSpec& spec) {
-  return std::make_unique<CpuKVCache>(spec, kv_cache_bytes(spec));
+  return std::make_unique<CpuKVCache>(spec);
 }
 
 template <class Body>
@@ -173,7 +148,10 @@ void CpuBackend::for_rows(int64_t rows, const Body& body) {
   });
 }
 
-void CpuBackend::begin_step(const Batch& batch) { batch_ = &batch; }
+void CpuBackend::begin_step(const Batch& batch) {
+  batch_ = &batch;
+  attention_plans_.clear();
+}
 
 void CpuBackend::embedding(Tensor out, const Weight& table, float scale) {
   const auto& part = static_cast<const CpuWeight&>(table).parts.front();
@@ -268,109 +246,14 @@ void CpuBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) 
 void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
   const auto& kv = static_cast<const CpuKVCache&>(cache);
   const int d = kv.spec.head_dim, block_size = kv.spec.block_size;
+  const auto store = kernels_.store_kv[int(kv.spec.type)];
   for_rows(k.rows, [&](int64_t t, int) {
     const int slot = batch_->slot_mapping[t];
     for (int h = 0; h < kv.spec.num_kv_heads; ++h) {
-      uint16_t* block = kv.head(layer, h) + slot / block_size * kv.block_stride();
-      kernels_.store_kv(k.row(t) + h * d, v.row(t) + h * d, d, block_size, slot % block_size, block,
-                        block + kv.matrix());
+      store(k.row(t) + h * d, v.row(t) + h * d, d, block_size, slot % block_size,
+            kv.head(layer, h) + slot / block_size * kv.block_stride());
     }
   });
-}
-
-void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
-                                 const AttentionParams& params) {
-  const auto& kv = static_cast<const CpuKVCache&>(cache);
-  plan_attention(params);
-  // With few tasks, partitions of one task go to several threads; merging them is a loop of its own.
-  const bool split = attention_tasks_.size() < size_t(4 * pool_.size());
-  const int d = params.head_dim, threads = pool_.size();
-  const int64_t part_floats = int64_t(kMaxQueryRows) * (2 + padded_head_dim(d));
-  const int64_t parts = split ? num_partitions_ : 2 * threads;
-  if (int64_t(attention_parts_.size()) < parts * part_floats) attention_parts_.resize(size_t(parts * part_floats));
-  const auto part = [&](int64_t i) {
-    float* p = attention_parts_.data() + i * part_floats;
-    return AttentionPart{p, p + kMaxQueryRows, p + 2 * kMaxQueryRows};
-  };
-  const auto arguments = [&](const AttentionTask& task) {
-    AttentionArgs args;
-    args.head_dim = d;
-    args.block_size = kv.spec.block_size;
-    args.block_table = batch_->block_tables + int64_t(task.request) * batch_->max_blocks;
-    args.k_cache = kv.head(layer, task.kv_head);
-    args.v_cache = args.k_cache + kv.matrix();
-    args.block_stride = kv.block_stride();
-    args.scale = params.scale;
-    args.soft_cap = params.soft_cap;
-    args.rows = 0;
-    for (int t = task.first_token; t < task.first_token + task.num_tokens; ++t)
-      for (int h = task.first_head; h < task.first_head + task.num_heads; ++h, ++args.rows) {
-        args.q[args.rows] = q.row(t) + int64_t(h) * d;
-        args.first[args.rows] = first_visible(t, params);
-        args.last[args.rows] = batch_->positions[t] + 1;
-      }
-    return args;
-  };
-  const auto finish = [&](const AttentionTask& task, const AttentionPart& sum) {
-    int r = 0;
-    for (int t = task.first_token; t < task.first_token + task.num_tokens; ++t)
-      for (int h = task.first_head; h < task.first_head + task.num_heads; ++h, ++r) {
-        const float inverse = 1.0f / sum.total[r];
-        const float* values = sum.values + int64_t(r) * padded_head_dim(d);
-        for (int i = 0; i < d; ++i) out.row(t)[int64_t(h) * d + i] = values[i] * inverse;
-      }
-  };
-
-  if (split)
-    pool_.parallel_for(num_partitions_, 1, [&](int64_t begin, int64_t, int) {
-      const auto after = std::upper_bound(attention_tasks_.begin(), attention_tasks_.end(), begin,
-                                          [](int64_t i, const AttentionTask& task) { return i < task.first_part; });
-      const AttentionTask& task = *(after - 1);
-      kernels_.attend_partition(arguments(task), (task.first_partition + int(begin - task.first_part)) * kPartition,
-                                part(begin));
-    });
-  pool_.parallel_for(int64_t(attention_tasks_.size()), 1, [&](int64_t begin, int64_t, int thread) {
-    const AttentionTask& task = attention_tasks_[size_t(begin)];
-    const int rows = task.num_tokens * task.num_heads;
-    AttentionPart sum = part(task.first_part);
-    if (split) {  // the first partition becomes the sum
-      for (int i = 1; i < task.num_partitions; ++i)
-        kernels_.merge_partition(rows, d, part(task.first_part + i), sum);
-    } else {
-      const AttentionArgs args = arguments(task);
-      sum = part(2 * thread);
-      kernels_.attend_partition(args, task.first_partition * kPartition, sum);
-      for (int i = 1; i < task.num_partitions; ++i) {
-        kernels_.attend_partition(args, (task.first_partition + i) * kPartition, part(2 * thread + 1));
-        kernels_.merge_partition(rows, d, part(2 * thread + 1), sum);
-      }
-    }
-    finish(task, sum);
-  });
-}
-
-int CpuBackend::first_visible(int token, const AttentionParams& params) const {
-  return params.window > 0 ? std::max(0, batch_->positions[token] + 1 - params.window) : 0;
-}
-
-// Cuts the step's queries into tasks: some tokens of one request times the heads of one KV head.
-void CpuBackend::plan_attention(const AttentionParams& params) {
-  const int group = params.num_heads / params.num_kv_heads;  // query heads of one KV head
-  const int heads = std::min(group, kMaxQueryRows);
-  const int tokens = kMaxQueryRows / heads;
-  attention_tasks_.clear();
-  num_partitions_ = 0;
-  for (int b = 0; b < batch_->num_requests; ++b)
-    for (int t = batch_->query_start_loc[b]; t < batch_->query_start_loc[b + 1]; t += tokens)
-      for (int kv_head = 0; kv_head < params.num_kv_heads; ++kv_head)
-        for (int h = 0; h < group; h += heads) {
-          AttentionTask task{b, kv_head, t, std::min(tokens, batch_->query_start_loc[b + 1] - t),
-                             kv_head * group + h, std::min(heads, group - h), 0, 0, num_partitions_};
-          task.first_partition = first_visible(t, params) / kPartition;
-          task.num_partitions = batch_->positions[t + task.num_tokens - 1] / kPartition + 1 - task.first_partition;
-          num_partitions_ += task.num_partitions;
-          attention_tasks_.push_back(task);
-        }
 }
 
 void CpuBackend::add(Tensor x, Tensor y) {

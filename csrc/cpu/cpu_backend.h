@@ -7,6 +7,7 @@
 
 #include "backend.h"
 #include "cpu/arena.h"
+#include "cpu/attention_plan.h"
 #include "cpu/kernels.h"
 #include "thread_pool.h"
 
@@ -49,12 +50,6 @@ class CpuBackend final : public Backend {
   void gather_rows(Tensor out, Tensor x) override;
 
  private:
-  // Some tokens of one request times query heads of one KV head, and the partitions of the context they see.
-  struct AttentionTask {
-    int request, kv_head, first_token, num_tokens, first_head, num_heads, first_partition, num_partitions;
-    int64_t first_part;  // where its partitions' results lie, when threads share them
-  };
-
   // Calls body(row, thread) for each row, several rows a time.
   template <class Body>
   void for_rows(int64_t rows, const Body& body);
@@ -62,16 +57,14 @@ class CpuBackend final : public Backend {
   Tensor linear_input(int64_t rows, int64_t k);
   template <class MakeRow>
   void multiply(Tensor out, Tensor x, const Weight& weight, const MakeRow& make_row);
-  void plan_attention(const AttentionParams& params);
-  int first_visible(int token, const AttentionParams& params) const;
+  const AttentionPlan& attention_plan(const AttentionParams& params, int block_size);
 
   const Kernels& kernels_;
   ThreadPool pool_;
   Arena arena_;
   const Batch* batch_ = nullptr;
-  std::vector<AttentionTask> attention_tasks_;
-  int64_t num_partitions_ = 0;          // of all tasks
-  std::vector<float> attention_parts_;  // a partition's results each: of all tasks, or two a thread
+  std::vector<AttentionPlan> attention_plans_;  // of this step, one for each kind of layer
+  std::vector<float> attention_rows_;           // results of partitions: those that are kept, then two a thread
   // Quantized activations of the linear under way, kept from one to the next.
   std::vector<int8_t> q_;
   std::vector<float> scale_, scaled_sum_;

@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "cpu/packed.h"
+#include "kv_cache.h"
 
 namespace rvllm {
 
@@ -55,12 +56,29 @@ struct AttentionArgs {
   int head_dim;
   int block_size;
   const int32_t* block_table;
-  const uint16_t* k_cache;          // this layer and KV head: block b at b * block_stride, [D, block_size] f16
-  const uint16_t* v_cache;          // likewise, [block_size, D] f16
-  int64_t block_stride;             // elements
+  const uint8_t* cache;             // keys, then values of this layer and KV head: block b at b * block_stride
+  int64_t block_stride;             // bytes
   float scale;
   float soft_cap;                   // 0: none
 };
+
+// One head's keys in a block are [D, block_size] and its values [block_size, D]; behind the codes of kQ8_0 lie their
+// scales, [ceil(D / 32), block_size] and [block_size, ceil(D / 32)] floats.
+constexpr int64_t kv_code_bytes(KVType type, int head_dim, int block_size) {
+  const int64_t elements = int64_t(head_dim) * block_size;
+  switch (type) {
+    case KVType::kF32: return 4 * elements;
+    case KVType::kF16:
+    case KVType::kBF16: return 2 * elements;
+    case KVType::kQ8_0: break;
+  }
+  return (elements + 3) / 4 * 4;
+}
+
+constexpr int64_t kv_matrix_bytes(KVType type, int head_dim, int block_size) {
+  const int64_t scales = type == KVType::kQ8_0 ? int64_t((head_dim + kKVScaleBlock - 1) / kKVScaleBlock) * block_size : 0;
+  return kv_code_bytes(type, head_dim, block_size) + 4 * scales;
+}
 
 constexpr int padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
 
@@ -101,14 +119,13 @@ struct Kernels {
 
   void (*scale)(float* x, float factor, int n);  // x *= factor
 
-  // Writes one head's K and V (D floats each) at offset `slot` of a block; values beyond f16 saturate,
-  // infinities and NaN are NaN.
-  void (*store_kv)(const float* k, const float* v, int head_dim, int block_size, int slot, uint16_t* k_block,
-                   uint16_t* v_block);
+  // Writes one head's K and V (D floats each) at offset `slot` of a block. Values beyond f16 saturate; infinities and NaN
+  // become NaN in f16 and in the scales of q8_0.
+  void (*store_kv[kNumKVTypes])(const float* k, const float* v, int head_dim, int block_size, int slot, uint8_t* block);
 
   // Softmax numerators of q K^T * scale and their sums of V over positions [begin, begin + kPartition), of which at least
   // one row must see one; begin is a multiple of kPartition. arXiv:2309.06180
-  void (*attend_partition)(const AttentionArgs& args, int begin, const AttentionPart& out);
+  void (*attend_partition[kNumKVTypes])(const AttentionArgs& args, int begin, const AttentionPart& out);
 
   // Adds a partition to the sum of those before it. arXiv:1805.02867
   void (*merge_partition)(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum);

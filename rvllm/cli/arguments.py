@@ -98,6 +98,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
     add("--block-size", type=int, default=16, metavar="N", help="tokens in a KV-cache block (default: %(default)s)")
     add("--num-blocks", type=int, metavar="N", help="KV-cache blocks (default: from the free memory)")
     add("--kv-cache-memory", type=size, metavar="SIZE", help="size of the KV cache, such as 512M or 2G")
+    add("--kv-cache-dtype", default="f16", metavar="TYPE",
+        help="of keys and values: f16, f32, bf16 or q8_0 (default: %(default)s)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its beginning")
 # fmt: on
 
@@ -119,6 +121,7 @@ def load_llm(args: argparse.Namespace, seed: int | None = None, profile: bool = 
             block_size=args.block_size,
             num_blocks=args.num_blocks,
             kv_cache_memory=args.kv_cache_memory,
+            kv_cache_dtype=args.kv_cache_dtype,
             enable_prefix_caching=not args.no_prefix_caching,
             num_threads=args.threads,
             isa=args.isa,

@@ -360,19 +360,19 @@ void test_rope() {
 }
 
 void test_store_kv() {
-  for (int head_dim : {1, 16, 20, 64, 80, 256, 8192})
-    for (int block_size : {1, 8, 16, 24}) {
-      const auto k = hostile(head_dim, 11), v = hostile(head_dim, 12);
-      compare(named("store_kv head_dim, block_size", head_dim, block_size), [&](const Kernels& table) {
-        auto k_block = output<uint16_t>(head_dim * block_size), v_block = k_block;
-        table.store_kv(k.data(), v.data(), head_dim, block_size, block_size - 1, k_block.data(), v_block.data());
-        if (block_size > 2) table.store_kv(v.data(), k.data(), head_dim, block_size, 2, k_block.data(), v_block.data());
-        Bits bits;
-        bits.add(k_block);
-        bits.add(v_block);
-        return bits;
-      });
-    }
+  for (int type = 0; type < kNumKVTypes; ++type)
+    for (int head_dim : {1, 16, 20, 64, 80, 256, 8192})
+      for (int block_size : {1, 8, 16, 24}) {
+        const auto k = hostile(head_dim, 11), v = hostile(head_dim, 12);
+        compare(named("store_kv type, head_dim, block_size", type, head_dim, block_size), [&](const Kernels& table) {
+          auto block = output<uint8_t>(2 * kv_matrix_bytes(KVType(type), head_dim, block_size));
+          table.store_kv[type](k.data(), v.data(), head_dim, block_size, block_size - 1, block.data());
+          if (block_size > 2) table.store_kv[type](v.data(), k.data(), head_dim, block_size, 2, block.data());
+          Bits bits;
+          bits.add(block);
+          return bits;
+        });
+      }
 }
 
 struct Part {
@@ -413,22 +413,19 @@ void test_merge() {
 }
 
 // Row r sees `window` positions up to context - 1 - r % 7; queries grow with r, so that softmax turns sharp.
-void test_attention_case(int head_dim, int block_size, int context, int window, int rows, float soft_cap) {
+void test_attention_case(KVType type, int head_dim, int block_size, int context, int window, int rows, float soft_cap) {
   const int blocks = (context + block_size - 1) / block_size;
-  const int64_t block_stride = int64_t(head_dim) * block_size + 8;
+  const int64_t block_stride = 2 * kv_matrix_bytes(type, head_dim, block_size) + 8;
   Random random(uint64_t(head_dim * block_size + context));
-  std::vector<uint16_t> k_cache(size_t(block_stride * (blocks + 1)));
-  for (uint16_t& half : k_cache) half = uint16_t(random.below(65536) & 0xbfff);  // below 2
-  auto v_cache = k_cache;
-  for (uint16_t& half : v_cache)
-    if (random.below(50) == 0) half = random.finite_half();
   std::vector<int32_t> block_table;
   for (int b = 0; b < blocks; ++b) block_table.push_back(b + 1);
   for (int b = blocks - 1; b > 0; --b) std::swap(block_table[size_t(b)], block_table[size_t(random.below(b + 1))]);
   // Positions past the context are never written: whatever lies there must not matter.
-  for (int p = context; p < blocks * block_size; ++p)
-    for (int d = 0; d < head_dim; ++d)
-      k_cache[size_t(block_table.back() * block_stride + d * block_size + p % block_size)] = 0x7e00;
+  std::vector<uint8_t> cache(size_t(block_stride * (blocks + 1)), 0x7e);
+  const auto keys = normals(context * head_dim, 16), values = normals(context * head_dim, 17);
+  for (int p = 0; p < context; ++p)
+    kernels_scalar().store_kv[int(type)](keys.data() + p * head_dim, values.data() + p * head_dim, head_dim, block_size,
+                                         p % block_size, cache.data() + block_table[size_t(p / block_size)] * block_stride);
   const auto q = normals(rows * head_dim, 13, 2.0f);
 
   AttentionArgs args{};
@@ -436,8 +433,7 @@ void test_attention_case(int head_dim, int block_size, int context, int window, 
   args.head_dim = head_dim;
   args.block_size = block_size;
   args.block_table = block_table.data();
-  args.k_cache = k_cache.data();
-  args.v_cache = v_cache.data();
+  args.cache = cache.data();
   args.block_stride = block_stride;
   args.scale = 0.25f;
   args.soft_cap = soft_cap;
@@ -451,13 +447,14 @@ void test_attention_case(int head_dim, int block_size, int context, int window, 
     first = args.first[r] < first ? args.first[r] : first;
     last = args.last[r] > last ? args.last[r] : last;
   }
-  compare(named("attention head_dim, block_size, context, window, rows", head_dim, block_size, context, window, rows),
+  compare(named("attention type, head_dim, block_size, context, window, rows", int(type), head_dim, block_size, context,
+                window, rows),
           [&](const Kernels& table) {
             Part part(rows, head_dim), sum(rows, head_dim);
             for (int r = 0; r < rows; ++r) sum.total[size_t(r)] = 0.0f;
             Bits bits;
             for (int begin = first / kPartition * kPartition; begin < last; begin += kPartition) {
-              table.attend_partition(args, begin, part.view());
+              table.attend_partition[int(type)](args, begin, part.view());
               part.add_to(bits);
               table.merge_partition(rows, head_dim, part.view(), sum.view());
               sum.add_to(bits);
@@ -467,13 +464,18 @@ void test_attention_case(int head_dim, int block_size, int context, int window, 
 }
 
 void test_attention() {
-  for (int head_dim : {8, 20, 64, 80, 256})
-    for (int block_size : {8, 16, 24, 32})
-      for (int context : {1, 17, 255, 600})
-        for (int window : {0, 5, 300})
-          for (int rows : {1, 7}) test_attention_case(head_dim, block_size, context, window, rows, 0.0f);
-  for (int rows : {2, 3, 4, 8, kMaxQueryRows})
-    for (float soft_cap : {0.0f, 50.0f}) test_attention_case(64, 16, 300, 0, rows, soft_cap);
+  for (int type = 0; type < kNumKVTypes; ++type) {
+    const KVType kv = KVType(type);
+    for (int head_dim : {8, 20, 64, 80, 256})
+      for (int block_size : {8, 16, 24, 32})
+        for (int context : {1, 17, 255, 600})
+          for (int window : {0, 5, 300})
+            for (int rows : {1, 7})
+              if (kv == KVType::kF16 || (rows == 7 && window != 5))
+                test_attention_case(kv, head_dim, block_size, context, window, rows, 0.0f);
+    for (int rows : {2, 3, 4, 8, kMaxQueryRows})
+      for (float soft_cap : {0.0f, 50.0f}) test_attention_case(kv, 64, 16, 300, 0, rows, soft_cap);
+  }
 }
 
 }  // namespace

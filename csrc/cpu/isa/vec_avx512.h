@@ -36,6 +36,10 @@ inline Vec load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
 }
 
+inline Vec load_i8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 
 inline void store_f16(uint16_t* p, Vec a) {

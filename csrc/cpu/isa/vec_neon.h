@@ -50,6 +50,15 @@ inline Vec load_bf16(const uint16_t* p) {
   return quarters([=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
 
+inline Vec load_i8(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
+  return quarters([=](int i) {
+    const int16x4_t four = i % 2 ? vget_high_s16(halves[i / 2]) : vget_low_s16(halves[i / 2]);
+    return vcvtq_f32_s32(vmovl_s16(four));
+  });
+}
+
 inline void store(float* p, Vec a) {
   for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
 }

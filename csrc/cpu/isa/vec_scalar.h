@@ -48,6 +48,12 @@ inline Vec load_bf16(const uint16_t* p) {
   return out;
 }
 
+inline Vec load_i8(const int8_t* p) {
+  Vec out;
+  for (int i = 0; i < 16; ++i) out.v[i] = float(p[i]);
+  return out;
+}
+
 inline void store(float* p, Vec a) {
   for (int i = 0; i < 16; ++i) p[i] = a.v[i];
 }

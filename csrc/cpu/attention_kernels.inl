@@ -1,0 +1,333 @@
+// Attention over blocks of keys and values, written once over Vec. Included inside an anonymous namespace, after
+// float_kernels.inl.
+
+inline uint16_t to_bf16(float f) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &f, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Saturates beyond f16; what is no finite number becomes NaN, so that nobody who attends to it overlooks it.
+inline Vec storable(Vec x) {
+  const Vec saturated = min(max(x, set1(-65504.0f)), set1(65504.0f));
+  return select_ge(set1(3.40282347e38f), abs(x), saturated, set1(__builtin_nanf("")));
+}
+
+struct CacheF32 {
+  using Element = float;
+  static constexpr KVType kType = KVType::kF32;
+  static constexpr bool kScaled = false;
+  static Vec widen(const float* p) { return load(p); }
+};
+
+struct CacheF16 {
+  using Element = uint16_t;
+  static constexpr KVType kType = KVType::kF16;
+  static constexpr bool kScaled = false;
+  static Vec widen(const uint16_t* p) { return load_f16(p); }
+};
+
+struct CacheBF16 {
+  using Element = uint16_t;
+  static constexpr KVType kType = KVType::kBF16;
+  static constexpr bool kScaled = false;
+  static Vec widen(const uint16_t* p) { return load_bf16(p); }
+};
+
+struct CacheQ8 {
+  using Element = int8_t;
+  static constexpr KVType kType = KVType::kQ8_0;
+  static constexpr bool kScaled = true;
+  static Vec widen(const int8_t* p) { return load_i8(p); }
+};
+
+// Bytes of one head's keys in a block, scales behind the codes; its values take as many.
+template <class Cache>
+constexpr int64_t matrix_bytes(int head_dim, int block_size) {
+  return kv_matrix_bytes(Cache::kType, head_dim, block_size);
+}
+
+inline void store_elements(CacheF32, const float* x, int n, float* out, int stride) {
+  for (int i = 0; i < n; ++i) out[int64_t(i) * stride] = x[i];
+}
+
+inline void store_elements(CacheBF16, const float* x, int n, uint16_t* out, int stride) {
+  for (int i = 0; i < n; ++i) out[int64_t(i) * stride] = to_bf16(x[i]);
+}
+
+inline void store_elements(CacheF16, const float* x, int n, uint16_t* out, int stride) {
+  for (int d = 0; d < n; d += 16) {
+    const int count = n - d < 16 ? n - d : 16;
+    uint16_t halves[16];
+    store_f16(halves, storable(load_partial(x + d, count, 0.0f)));
+    for (int i = 0; i < count; ++i) out[int64_t(d + i) * stride] = halves[i];
+  }
+}
+
+// One scale for each 32 elements; not a number if one of them is infinite or not a number.
+inline void store_elements(CacheQ8, const float* x, int n, int8_t* out, int stride, float* scales, int scale_stride) {
+  for (int d = 0; d < n; d += kKVScaleBlock) {
+    const int count = n - d < kKVScaleBlock ? n - d : kKVScaleBlock;
+    float largest = 0.0f, poison = 0.0f;
+    for (int i = 0; i < count; ++i) {
+      const float magnitude = __builtin_fabsf(x[d + i]);
+      if (magnitude > largest) largest = magnitude;
+      poison += x[d + i] * 0.0f;
+    }
+    const bool finite = poison == 0.0f;
+    const float inverse = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
+    scales[int64_t(d / kKVScaleBlock) * scale_stride] = finite ? largest / 127.0f : poison;
+    for (int i = 0; i < count; ++i)
+      out[int64_t(d + i) * stride] = finite ? int8_t(__builtin_rintf(x[d + i] * inverse)) : int8_t(0);
+  }
+}
+
+template <class Cache>
+void store_kv(const float* k, const float* v, int head_dim, int block_size, int slot, uint8_t* block) {
+  using Element = typename Cache::Element;
+  uint8_t* const v_block = block + matrix_bytes<Cache>(head_dim, block_size);
+  Element* const keys = reinterpret_cast<Element*>(block) + slot;
+  Element* const values = reinterpret_cast<Element*>(v_block) + int64_t(slot) * head_dim;
+  if constexpr (Cache::kScaled) {
+    const int64_t codes = kv_code_bytes(Cache::kType, head_dim, block_size);
+    float* const k_scales = reinterpret_cast<float*>(block + codes) + slot;
+    float* const v_scales = reinterpret_cast<float*>(v_block + codes) + int64_t(slot) * ((head_dim + kKVScaleBlock - 1) / kKVScaleBlock);
+    store_elements(Cache(), k, head_dim, keys, block_size, k_scales, block_size);
+    store_elements(Cache(), v, head_dim, values, 1, v_scales, 1);
+  } else {
+    store_elements(Cache(), k, head_dim, keys, block_size);
+    store_elements(Cache(), v, head_dim, values, 1);
+  }
+}
+
+inline const uint8_t* block_of(const AttentionArgs& args, int position) {
+  return args.cache + args.block_table[position / args.block_size] * args.block_stride;
+}
+
+// The 16 entries of row `row`, of rows of block_size, at the positions from p on, whatever blocks they lie in.
+template <class Element>
+inline void gather_row(const AttentionArgs& args, int64_t offset, int row, int p, int to, Element* lanes) {
+  for (int i = 0; i < 16 && p + i < to; ++i)
+    lanes[i] = reinterpret_cast<const Element*>(block_of(args, p + i) + offset)[int64_t(row) * args.block_size +
+                                                                                (p + i) % args.block_size];
+}
+
+// scores[r][p - begin] = q[r] . K[p] * scale for R rows and the 16 P positions from p on, or as many as there are.
+template <class Cache, int R, int P>
+inline void score_positions(const AttentionArgs& args, int row, int begin, int p, int to, float (*scores)[kPartition]) {
+  using Element = typename Cache::Element;
+  const int block_size = args.block_size;
+  const int64_t codes = kv_code_bytes(Cache::kType, args.head_dim, block_size);
+  const bool whole = block_size % 16 == 0;
+  const Element* keys[P];
+  const float* scales[P];
+  for (int i = 0; i < P; ++i) {
+    const int position = p + 16 * i;
+    const uint8_t* block = block_of(args, position);
+    keys[i] = reinterpret_cast<const Element*>(block) + position % block_size;
+    scales[i] = reinterpret_cast<const float*>(block + codes) + position % block_size;
+  }
+  Vec sum[P][R];
+#pragma GCC unroll 8
+  for (int i = 0; i < P; ++i)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[i][r] = set1(0.0f);
+  for (int first = 0; first < args.head_dim; first += kKVScaleBlock) {
+    Vec scale[P];
+    if constexpr (Cache::kScaled)
+      for (int i = 0; i < P; ++i) {
+        float lanes[16] = {};
+        if (!whole) gather_row(args, codes, first / kKVScaleBlock, p + 16 * i, to, lanes);
+        scale[i] = load(whole ? scales[i] + int64_t(first / kKVScaleBlock) * block_size : lanes);
+      }
+    const int end = first + kKVScaleBlock < args.head_dim ? first + kKVScaleBlock : args.head_dim;
+    for (int d = first; d < end; ++d) {
+      Vec k[P];
+#pragma GCC unroll 8
+      for (int i = 0; i < P; ++i) {
+        if (whole) {
+          k[i] = Cache::widen(keys[i] + int64_t(d) * block_size);
+        } else {
+          Element lanes[16] = {};
+          gather_row(args, 0, d, p + 16 * i, to, lanes);
+          k[i] = Cache::widen(lanes);
+        }
+        if constexpr (Cache::kScaled) k[i] = mul(k[i], scale[i]);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vec q = set1(args.q[row + r][d]);
+#pragma GCC unroll 8
+        for (int i = 0; i < P; ++i) sum[i][r] = fma(q, k[i], sum[i][r]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int i = 0; i < P; ++i) {
+      Vec s = mul(sum[i][r], set1(args.scale));
+      if (args.soft_cap > 0.0f) {  // cap * tanh(s / cap)
+        const Vec e = exp(mul(s, set1(2.0f / args.soft_cap)));
+        s = mul(set1(args.soft_cap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
+      }
+      store(scores[row + r] + p + 16 * i - begin, s);
+    }
+}
+
+// Scores of R rows at the positions [from, to) of a partition; from is a multiple of 16.
+template <class Cache, int R>
+void score_rows(const AttentionArgs& args, int row, int begin, int from, int to, float (*scores)[kPartition]) {
+  int p = from;
+  for (; p + 16 < to; p += 32) score_positions<Cache, R, 2>(args, row, begin, p, to, scores);
+  if (p < to) score_positions<Cache, R, 1>(args, row, begin, p, to, scores);
+}
+
+// Turns a row's scores into weights exp(s - largest); positions out of sight weigh 0, and total 0 says that all are.
+inline void soften(const AttentionArgs& args, int r, int begin, int from, int to, float* scores, float* largest,
+                   float* total) {
+  const int first = args.first[r] > from ? args.first[r] : from;
+  const int last = args.last[r] < to ? args.last[r] : to;
+  const int padded = (to + 15) / 16 * 16;
+  if (first >= last) {
+    for (int p = from; p < padded; ++p) scores[p - begin] = 0.0f;
+    *largest = *total = 0.0f;
+    return;
+  }
+  const float hidden = -__builtin_inff();
+  for (int p = from; p < first; ++p) scores[p - begin] = hidden;
+  for (int p = last; p < padded; ++p) scores[p - begin] = hidden;
+  Vec m = set1(hidden);
+  for (int p = from; p < padded; p += 16) m = max(load(scores + p - begin), m);
+  *largest = reduce_max(m);
+  Vec sum = set1(0.0f);
+  for (int p = from; p < padded; p += 16) {
+    const Vec e = exp(sub(load(scores + p - begin), set1(*largest)));
+    store(scores + p - begin, e);
+    sum = add(sum, e);
+  }
+  *total = reduce_add(sum);
+}
+
+// values[r][d..] = sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many as there
+// are; positions in ascending order.
+template <class Cache, int R, int C>
+inline void weigh_columns(const AttentionArgs& args, int row, int begin, int from, int to,
+                          const float (*weights)[kPartition], float* values, int d) {
+  using Element = typename Cache::Element;
+  const bool whole = d + 16 * C <= args.head_dim;
+  const int scales_per_row = (args.head_dim + kKVScaleBlock - 1) / kKVScaleBlock;
+  const int64_t v_offset = matrix_bytes<Cache>(args.head_dim, args.block_size);
+  const int64_t codes = kv_code_bytes(Cache::kType, args.head_dim, args.block_size);
+  Vec sum[R][C];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sum[r][c] = set1(0.0f);
+  for (int p = from; p < to;) {
+    const int offset = p % args.block_size;
+    const int run = args.block_size - offset < to - p ? args.block_size - offset : to - p;
+    const uint8_t* block = block_of(args, p) + v_offset;
+    const Element* rows = reinterpret_cast<const Element*>(block) + int64_t(offset) * args.head_dim + d;
+    const float* scales = reinterpret_cast<const float*>(block + codes) + int64_t(offset) * scales_per_row;
+    for (int i = 0; i < run; ++i, rows += args.head_dim, scales += scales_per_row) {
+      Vec v[C];
+      if (whole) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) v[c] = Cache::widen(rows + 16 * c);
+      } else {
+        Element lanes[16 * C] = {};
+        for (int j = 0; d + j < args.head_dim; ++j) lanes[j] = rows[j];
+        for (int c = 0; c < C; ++c) v[c] = Cache::widen(lanes + 16 * c);
+      }
+      if constexpr (Cache::kScaled)
+        for (int c = 0; c < C; ++c) v[c] = mul(v[c], set1(scales[(d + 16 * c) / kKVScaleBlock]));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Vec w = set1(weights[row + r][p + i - begin]);
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) sum[r][c] = fma(w, v[c], sum[r][c]);
+      }
+    }
+    p += run;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) store(values + (row + r) * int64_t(padded_head_dim(args.head_dim)) + d + 16 * c, sum[r][c]);
+}
+
+template <class Cache, int R>
+void weigh_values(const AttentionArgs& args, int row, int begin, int from, int to, const float (*weights)[kPartition],
+                  float* values) {
+  int d = 0;
+  for (; d + 16 * kColumnVecs <= args.head_dim; d += 16 * kColumnVecs)
+    weigh_columns<Cache, R, kColumnVecs>(args, row, begin, from, to, weights, values, d);
+  for (; d < args.head_dim; d += 16) weigh_columns<Cache, R, 1>(args, row, begin, from, to, weights, values, d);
+}
+
+template <class Cache>
+struct Score {
+  const AttentionArgs& args;
+  int begin, from, to;
+  float (*scores)[kPartition];
+  template <int R>
+  void operator()(int row) const { score_rows<Cache, R>(args, row, begin, from, to, scores); }
+};
+
+template <class Cache>
+struct Weigh {
+  const AttentionArgs& args;
+  int begin, from, to;
+  const float (*weights)[kPartition];
+  float* values;
+  template <int R>
+  void operator()(int row) const { weigh_values<Cache, R>(args, row, begin, from, to, weights, values); }
+};
+
+// Calls f.template operator()<R>(row) over groups of at most four rows.
+template <class F>
+inline void for_row_groups(int rows, const F& f) {
+  int r = 0;
+  for (; r + 4 <= rows; r += 4) f.template operator()<4>(r);
+  switch (rows - r) {
+    case 3: return f.template operator()<3>(r);
+    case 2: return f.template operator()<2>(r);
+    case 1: return f.template operator()<1>(r);
+  }
+}
+
+template <class Cache>
+void attend_partition(const AttentionArgs& args, int begin, const AttentionPart& out) {
+  float scores[kMaxQueryRows][kPartition];
+  int first = args.first[0], last = args.last[0];
+  for (int r = 1; r < args.rows; ++r) {
+    if (args.first[r] < first) first = args.first[r];
+    if (args.last[r] > last) last = args.last[r];
+  }
+  const int from = first > begin ? first / 16 * 16 : begin;
+  const int to = last < begin + kPartition ? last : begin + kPartition;
+  for_row_groups(args.rows, Score<Cache>{args, begin, from, to, scores});
+  for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], out.largest + r, out.total + r);
+  for_row_groups(args.rows, Weigh<Cache>{args, begin, from, to, scores, out.values});
+}
+
+void merge_partition(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum) {
+  const int padded_dim = padded_head_dim(head_dim);
+  for (int r = 0; r < rows; ++r) {
+    if (part.total[r] == 0.0f) continue;
+    float keep = 0.0f, take = 1.0f, largest = part.largest[r];
+    if (sum.total[r] != 0.0f) {
+      largest = sum.largest[r] > part.largest[r] ? sum.largest[r] : part.largest[r];
+      keep = exp(sum.largest[r] - largest);
+      take = exp(part.largest[r] - largest);
+    }
+    sum.largest[r] = largest;
+    sum.total[r] = __builtin_fmaf(part.total[r], take, sum.total[r] * keep);
+    float* out = sum.values + int64_t(r) * padded_dim;
+    const float* values = part.values + int64_t(r) * padded_dim;
+    for (int d = 0; d < padded_dim; d += 16)
+      store(out + d, fma(load(values + d), set1(take), mul(load(out + d), set1(keep))));
+  }
+}
