@@ -20,6 +20,7 @@ from rvllm import LLM
 from rvllm.async_engine import AsyncEngine
 from rvllm.server.app import create_app
 from rvllm.server.served_model import ServedModel, ServerConfig
+from rvllm.server.tracing import Tracing
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -44,10 +45,17 @@ def make_llm(
 class TinyServer:
     """The application over a real engine. request() and stream() talk to it in this process."""
 
-    def __init__(self, llm: LLM, max_queue: int = 256, timeout: float | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        max_queue: int = 256,
+        timeout: float | None = None,
+        tracing: Tracing | None = None,
+        **config: Any,
+    ) -> None:
         self.llm = llm
         self.config = ServerConfig(names=("tiny", "other"), **config)
-        self.app = create_app(self.config)
+        self.app = create_app(self.config, tracing=tracing)
         metrics = self.app.state.metrics
         self.engine = AsyncEngine(llm.engine, max_queue=max_queue, observer=metrics)
         self.engine.start()

@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from server_client import TinyServer, error_of, make_llm, wait_until
 
 from rvllm import LLM
@@ -21,6 +23,7 @@ from rvllm.server.app import create_app
 from rvllm.server.logs import QuietHandler, logfmt
 from rvllm.server.page import add_page
 from rvllm.server.served_model import ServerConfig
+from rvllm.server.tracing import Tracing
 
 PATH = "/v1/completions"
 LONG = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True}
@@ -126,6 +129,27 @@ def test_what_cannot_be_logged_is_dropped(tmp_path: Path) -> None:
     handler = QuietHandler(str(tmp_path / "log"))
     handler.emit(logging.LogRecord("rvllm", logging.INFO, "", 0, "half \ud800", None, None))
     assert (tmp_path / "log").read_text() == "half \\ud800\n"
+
+
+def test_a_span_for_each_request_joins_the_clients_trace(llm: LLM) -> None:
+    exporter = InMemorySpanExporter()
+    with make_server(llm, tracing=Tracing(SimpleSpanProcessor(exporter))) as server:
+        trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        body = {"prompt": "one", "max_tokens": 2, "ignore_eos": True}
+        assert server.request("POST", PATH, json=body, headers=trace).status_code == 200
+        server.refused(PATH, prompt="")
+        server.request("GET", "/health")
+    first, second = exporter.get_finished_spans()
+    assert f"{first.context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    assert (
+        first.attributes["gen_ai.usage.input_tokens"] == 3
+        and first.attributes["gen_ai.usage.output_tokens"] == 2
+    )
+    assert (
+        first.attributes["gen_ai.response.finish_reasons"] == ("length",)
+        and first.end_time > first.start_time
+    )
+    assert second.attributes["http.response.status_code"] == 400
 
 
 # Health and metrics
@@ -251,6 +275,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(llm: LLM) -> None:
             if response.status_code == 429:
                 assert error_of(response, 429)["code"] == "rate_limit_exceeded"
                 assert int(response.headers["retry-after"]) >= 1
+        assert metric(server, "admission_rejections_total") == 6
         server.assert_idle()
 
 

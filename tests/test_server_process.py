@@ -204,7 +204,7 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], model: Pa
     ("arguments", "word"),
     [(["--port", "70000"], "--port"), (["--timeout", "0"], "--timeout"), (["--timeout", "nan"], "--timeout"),
      (["--max-queue", "-1"], "--max-queue"), (["--api-key", ""], "--api-key"),
-     (["--max-body-size", "0"], "--max-body-size"), (["--chat-template", "nope.jinja"], "nope.jinja"),
+     (["--max-body-size", "0"], "--max-body-size"), (["--chat-template", "nope.jinja"], "chatml"),
      (["a", "-m", "b"], "MODEL"), (["--drain-timeout", "-1"], "--drain-timeout"),
      (["--log-file", "/nope/log"], "/nope/log")],
 )  # fmt: skip

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-body-size", type=size, default=8 * 2**20, metavar="SIZE",
         help="of a request, such as 500K or 8M (default: 8M)")
     add("--log-requests", action="store_true", help="log the prompts as well")
+    add("--otlp-traces-endpoint", metavar="URL",
+        help="where to send OpenTelemetry spans, such as http://localhost:4318/v1/traces (needs rvllm[otel])")
     add("--log-file", metavar="FILE", help="where to log (default: standard error)")
     add_engine_arguments(parser)
 # fmt: on

@@ -16,12 +16,13 @@ from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
 from rvllm.server import chat, completions, embeddings, llama_cpp, models, responses, tokenize
-from rvllm.server.errors import add_error_handlers
+from rvllm.server.errors import ErrorBody, add_error_handlers
 from rvllm.server.logs import RequestLog
 from rvllm.server.metrics import Metrics
 from rvllm.server.page import add_page
 from rvllm.server.security import Guard
 from rvllm.server.served_model import ServedModel, ServerConfig
+from rvllm.server.tracing import Tracing
 from rvllm.version import __version__
 
 ROUTES = (completions, chat, responses, embeddings, tokenize, llama_cpp, models)
@@ -35,9 +36,27 @@ BODIES = (
     llama_cpp.LlamaCompletionRequest,
 )
 
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": description, "model": ErrorBody}
+    for status, description in (
+        (400, "The request is at fault; param names the field."),
+        (401, "A key is needed (--api-key)."),
+        (403, "A page of another origin has sent it."),
+        (404, "There is no such model or route."),
+        (408, "The body did not come, or no token came in time."),
+        (413, "The body is too large."),
+        (429, "The queue is full; Retry-After says when to come back."),
+        (500, "The engine has failed."),
+        (503, "The model is being loaded, or the server shuts down."),
+    )
+}
+
 
 def create_app(
-    config: ServerConfig, model: ServedModel | None = None, on_startup: Callable[[], None] | None = None
+    config: ServerConfig,
+    model: ServedModel | None = None,
+    on_startup: Callable[[], None] | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """model: may come later, as app.state.model; until then the API answers 503."""
 
@@ -52,11 +71,11 @@ def create_app(
     app.state.model = model
     app.state.metrics = Metrics(config.names[0])
     for module in ROUTES:
-        app.include_router(module.router)
+        app.include_router(module.router, responses=ERRORS)
     add_error_handlers(app)
     paths = add_page(app)
     app.add_middleware(Guard, api_keys=config.api_keys, origins=config.cors_origins, open_paths=paths)
-    app.add_middleware(RequestLog, log_prompts=config.log_requests)
+    app.add_middleware(RequestLog, log_prompts=config.log_requests, tracing=tracing)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,17 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _MESSAGES = {404: "there is no such route", 405: "this route does not take that method"}
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetails
 
 
 class APIError(Exception):

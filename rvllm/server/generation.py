@@ -14,6 +14,7 @@ from rvllm.async_engine import EngineDeadError, EngineStoppedError, QueueFullErr
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.errors import APIError, bad_request, from_value_error
+from rvllm.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from rvllm.server.served_model import ServedModel
@@ -41,6 +42,7 @@ class Generation:
         timeout: float | None = None,
     ) -> None:
         request.state.generation = self  # what the log reports
+        self._metrics: Metrics = request.app.state.metrics
         self.model = model
         self.request_id = request_id
         self.params = params
@@ -77,6 +79,8 @@ class Generation:
         try:
             self._first = list(await asyncio.gather(*waits))
         except Exception as error:
+            if isinstance(error, QueueFullError):
+                self._metrics.on_rejected("queue_full")
             raise api_error(error) from error
         finally:
             if len(self._first) < len(waits):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from rvllm.server.generation import Generation
+    from rvllm.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,10 @@ class RequestLog:
     HEAD is answered as GET without the body.
     """
 
-    def __init__(self, app: ASGIApp, log_prompts: bool) -> None:
+    def __init__(self, app: ASGIApp, log_prompts: bool, tracing: Tracing | None = None) -> None:
         self.app = app
         self._log_prompts = log_prompts
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -68,19 +70,29 @@ class RequestLog:
             logger.exception("%s", logfmt(request_id=request_id, path=scope["path"]))
             raise
         finally:
-            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
-            if logger.isEnabledFor(level):
-                fields = {
+            self._report(
+                scope,
+                {
                     "request_id": request_id,
                     "method": scope["method"],
                     "path": scope["path"],
                     "status": status if is_whole else CLIENT_CLOSED_REQUEST,
-                    "seconds": round(time.perf_counter() - start, 4),
-                }
-                generation = state.get("generation")
-                if generation is not None:
-                    fields |= self._generation_fields(generation)
-                logger.log(level, "%s", logfmt(**fields))
+                },
+                time.perf_counter() - start,
+            )
+
+    def _report(self, scope: Scope, fields: dict[str, Any], seconds: float) -> None:
+        generation: Generation | None = scope["state"].get("generation")
+        is_quiet = scope["path"] in _QUIET_PATHS
+        level = logging.DEBUG if is_quiet else logging.INFO
+        if not logger.isEnabledFor(level) and self._tracing is None:
+            return
+        fields["seconds"] = round(seconds, 4)
+        if generation is not None:
+            fields |= self._generation_fields(generation)
+        logger.log(level, "%s", logfmt(**fields))
+        if self._tracing is not None and not is_quiet:
+            self._tracing.record(fields, seconds, Headers(scope=scope), generation)
 
     def _generation_fields(self, generation: Generation) -> dict[str, Any]:
         reasons = {c.finish_reason or "abort" for output in generation.results for c in output.outputs}

@@ -23,6 +23,7 @@ from rvllm.cli.errors import CommandError, user_errors
 from rvllm.server.app import create_app
 from rvllm.server.logs import configure_logging
 from rvllm.server.served_model import ServedModel, ServerConfig
+from rvllm.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,15 @@ class Server:
     """One run of the server, from the bound socket to the exit status."""
 
     def __init__(self, args: argparse.Namespace, config: ServerConfig, listener: socket.socket) -> None:
-        """Raises CommandError when the log file cannot be opened."""
+        """Raises CommandError when the log file cannot be opened or OpenTelemetry is missing."""
+        endpoint = args.otlp_traces_endpoint
         with user_errors():
             configure_logging(args.log_file)
+            self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
         self._args = args
         self._config = config
         self._listener = listener
-        self._app = create_app(config, on_startup=self._on_startup)
+        self._app = create_app(config, on_startup=self._on_startup, tracing=self._tracing)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 self._app,
@@ -53,7 +56,7 @@ class Server:
             )
         )
         self._is_stopping = False
-        self._load_error: CommandError | None = None
+        self._load_error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> int:
@@ -69,6 +72,8 @@ class Server:
         model: ServedModel | None = self._app.state.model
         if model is not None:
             model.engine.shutdown()
+        if self._tracing is not None:
+            self._tracing.shutdown()
         return 0
 
     def _load(self) -> None:
@@ -82,7 +87,7 @@ class Server:
             )
             with user_errors():
                 engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
-        except CommandError as error:
+        except Exception as error:  # whatever it is, the main thread raises it
             self._load_error = error
             self._uvicorn.should_exit = True
             return
