@@ -19,7 +19,7 @@ from rvllm.async_engine import AsyncEngine
 from rvllm.chat_template import ChatTemplate
 from rvllm.chat_templates import read_template
 from rvllm.cli.arguments import load_llm
-from rvllm.cli.errors import CommandError, user_errors
+from rvllm.cli.errors import user_errors
 from rvllm.server.app import create_app
 from rvllm.server.logs import configure_logging
 from rvllm.server.served_model import ServedModel, ServerConfig
