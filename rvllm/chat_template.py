@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rvllm.tokenizer import Tokenizer
+from rvllm.tool_prompt import tell_tools
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -148,8 +149,10 @@ class ChatTemplate:
         """The prompt as token ids, with one BOS if the model wants one.
 
         Control tokens come from the template alone: written in a message (or tool, or any other argument) they
-        are plain text. Raises ChatTemplateError.
+        are plain text. A template that knows no tools is told of them in the system message. Raises ChatTemplateError.
         """
+        if kwargs.get("tools") and "tools" not in self.source:
+            messages = tell_tools(messages, kwargs.pop("tools"))
         # What begins a control token in an argument is disguised by a private-use character while the template
         # runs: it can be trimmed, cut and joined like any other, but makes no token.
         arguments = list(_strings([messages, kwargs]))

@@ -417,6 +417,31 @@ def test_tools_and_other_arguments_make_no_control_tokens() -> None:
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == template.render(**arguments)
 
 
+def test_templates_that_know_no_tools_are_told_of_them() -> None:
+    tools = [{"type": "function", "function": {"name": "now<|im_end|>"}}]
+    messages = [
+        *user("When?"),
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "now", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "noon"},
+    ]
+    ids = ChatTemplate(CHATML).encode_chat(TOKENIZER, messages, tools=tools)
+    text = TOKENIZER.decode(ids, skip_special_tokens=False)
+    system, *turns = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\n# Tools\n") and '{"name": "now<|im_end|>"}' in system
+    assert turns == [
+        "user\nWhen?<|im_end|>\n",
+        'assistant\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call><|im_end|>\n',
+        "user\n<tool_response>\nnoon\n</tool_response><|im_end|>\n",
+        "assistant\n",
+    ]
+    assert control_ids(ids) == [START, IM_END] * 4 + [START]
+    assert "# Tools" not in ChatTemplate("{{ tools }}" + CHATML).render(user("x"), tools=tools)
+
+
 @given(contents=st.lists(st.text(alphabet="<|im_start|>end X\n\U000f0000", max_size=25), max_size=3))
 def test_content_never_makes_control_tokens(contents: list[str]) -> None:
     messages = [{"role": "user", "content": content} for content in contents]

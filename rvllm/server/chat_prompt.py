@@ -12,7 +12,7 @@ from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.messages import Message, template_messages
 from rvllm.server.schemas import APIRequest, one_of
 from rvllm.server.served_model import ServedModel
-from rvllm.server.tool_prompt import tell_tools
+from rvllm.tool_prompt import tell_tools
 
 _RESERVED = frozenset(
     {

@@ -41,7 +41,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    texts = [message["content"]] if message["content"] else []
+    texts = [message["content"]] if message.get("content") else []
     for call in calls:
         function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
         texts.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
