@@ -49,11 +49,6 @@ struct AttentionParams {
 
 enum class Gate { kSilu, kGelu };
 
-struct MemoryInfo {
-  size_t free_bytes = 0;
-  size_t total_bytes = 0;
-};
-
 // The rates of the two things that bound a model, with all threads.
 struct Ceilings {
   double bytes_per_second = 0;  // reading memory
@@ -65,14 +60,15 @@ class Backend {
   virtual ~Backend() = default;
 
   virtual std::string name() const = 0;
-  virtual MemoryInfo memory_info() const = 0;
   virtual ThreadPool& pool() = 0;  // for work on the host, such as sampling
   virtual Ceilings measure_ceilings() = 0;  // takes about 0.2 s; for the profiler
 
   virtual std::shared_ptr<float> alloc(int64_t count) = 0;                      // floats, in device memory
   virtual void upload(float* dst, const float* src, int64_t count) = 0;         // host to device
-  virtual void download(float* dst, const float* src, int64_t count) = 0;       // device to host
   virtual void synchronize() = 0;
+
+  // A whole matrix on the host, to be read and changed: itself where memory is shared, else a copy until the next call.
+  virtual float* download(Tensor x) = 0;
 
   // Stacks matrices of one K along N; `biases` (none, or one [1, N_i] for each part) are added by linear.
   // Throws invalid_argument naming the tensor and its type when there is no kernel for it.

@@ -139,6 +139,20 @@ py::array_t<float> logits(Model& model, const StepArrays& arrays) {
   return out;
 }
 
+py::array_t<float> dequantize(uint32_t type, const py::buffer& data) {
+  const TypeInfo* info = find_type(type);
+  check(info != nullptr, "[dequantize] ggml type ", type, " is not supported");
+  py::buffer_info bytes = data.request();
+  const int64_t size = bytes.size * bytes.itemsize;
+  check(PyBuffer_IsContiguous(bytes.view(), 'C') && size % info->block_bytes == 0, "[dequantize] ", size,
+        " bytes are no whole ", info->name, " blocks of ", info->block_bytes, " on end");
+  py::array_t<float> out(size / info->block_bytes * info->block_size);
+  float* values = out.mutable_data();
+  py::gil_scoped_release release;
+  dequantize_row(*info, static_cast<const uint8_t*>(bytes.ptr), values, out.size());
+  return out;
+}
+
 std::vector<std::string> available_isas() {
   std::vector<std::string> names;
   for (const Kernels* table : available_kernels()) names.emplace_back(table->name);
@@ -154,6 +168,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("detect_isa", [] { return std::string(select_kernels("").name); },
         "Name of the kernel table in use: RVLLM_ISA, or the best. Raises ValueError when it is not available.");
   m.def("supports_type", [](uint32_t type) { return find_type(type) != nullptr; }, py::arg("ggml_type"));
+
+  m.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"), "The weights of whole blocks, as float32.");
 
   py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend")
       .def_property_readonly("name", &Backend::name)

@@ -3,6 +3,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
+
 #include "backend.h"
 #include "check.h"
 #include "quant.h"
@@ -26,7 +28,7 @@ class DeviceMatrix {
   }
   py::array_t<float> numpy() const {
     py::array_t<float> out({tensor.rows, tensor.cols});
-    backend_.download(out.mutable_data(), tensor.data, tensor.rows * tensor.cols);
+    std::memcpy(out.mutable_data(), backend_.download(tensor), size_t(out.nbytes()));
     return out;
   }
 
@@ -142,16 +144,6 @@ FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k,
   return out.numpy();
 }
 
-FloatArray dequantize(uint32_t type, const py::bytes& data) {
-  const TypeInfo* info = find_type(type);
-  check(info != nullptr, "[dequantize] ggml type ", type, " is not supported");
-  const std::string_view view(data);
-  const int64_t n = int64_t(view.size()) / info->block_bytes * info->block_size;
-  py::array_t<float> out(n);
-  dequantize_row(*info, reinterpret_cast<const uint8_t*>(view.data()), out.mutable_data(), n);
-  return out;
-}
-
 }  // namespace
 
 void bind_ops(py::module_& m) {
@@ -172,7 +164,6 @@ void bind_ops(py::module_& m) {
           py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"), py::arg("block_tables"),
           py::arg("num_blocks"), py::arg("block_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
           py::arg("window") = 0, py::arg("scale") = 1.0f, py::arg("soft_cap") = 0.0f, py::arg("kv_type") = KVType::kF16);
-  ops.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"));
 }
 
 }  // namespace rvllm

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -167,12 +168,6 @@ Tensor Model::view(Buffer& buffer, int64_t rows, int64_t cols) {
   return Tensor(buffer.data.get(), rows, cols);
 }
 
-float* Model::on_host(Tensor t) {
-  host_rows_.resize(std::max(host_rows_.size(), size_t(t.rows * t.cols)));
-  backend_->download(host_rows_.data(), t.data, t.rows * t.cols);
-  return host_rows_.data();
-}
-
 // Cosines and sines of every token's angles, in double so that long contexts keep their precision.
 void Model::compute_rope(const Batch& batch) {
   for (size_t table = 0; table < config_.inv_freq.size(); ++table) {
@@ -259,7 +254,7 @@ void Model::logits(const Batch& batch, float* out) {
   check_batch(batch);
   forward(batch);
   for_logits(batch, [&](int64_t first, Tensor logits) {
-    backend_->download(out + first * logits.cols, logits.data, logits.rows * logits.cols);
+    std::memcpy(out + first * logits.cols, backend_->download(logits), size_t(logits.rows * logits.cols) * sizeof(float));
   });
   backend_->end_step();
 }
@@ -273,7 +268,7 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
   const Tensor x = forward(batch);
   std::vector<Sample> samples(readers.size());
   for_logits(batch, [&](int64_t first, Tensor logits) {
-    float* rows = on_host(logits);
+    float* rows = backend_->download(logits);
     if (first == 0 && before_sampling) before_sampling();
     backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
       const LogitsReader& reader = readers[size_t(first + row)];
@@ -294,7 +289,7 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
   for (const PooledTokens& p : pooled) {
     const Tensor states = x.slice(p.begin, p.end - p.begin);
     backend_->rms_norm(states, states, *output_norm_, float(config_.rms_norm_eps));
-    p.pooler->add(on_host(states), states.cols, batch.positions[p.begin], int(states.rows));
+    p.pooler->add(backend_->download(states), states.cols, batch.positions[p.begin], int(states.rows));
   }
   backend_->end_step();
   return samples;

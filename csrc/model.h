@@ -94,7 +94,6 @@ class Model {
   void check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
                      const std::vector<PooledTokens>& pooled) const;
   Tensor view(Buffer& buffer, int64_t rows, int64_t cols);
-  float* on_host(Tensor t);  // until the next call
   void compute_rope(const Batch& batch);
   Tensor forward(const Batch& batch);
   template <class Body>
@@ -108,7 +107,7 @@ class Model {
   int num_blocks_ = 0, block_size_ = 0;
   Buffer x_, h_, qkv_, attn_, gate_up_, last_, logits_;
   std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
-  std::vector<float> host_cos_sin_, host_rows_;
+  std::vector<float> host_cos_sin_;
   std::atomic<bool> is_busy_{false};
 };
 

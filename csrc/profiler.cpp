@@ -64,8 +64,10 @@ void ProfiledBackend::upload(float* dst, const float* src, int64_t count) {
   time(kUpload, 4.0 * double(count), 0, [&] { backend_->upload(dst, src, count); });
 }
 
-void ProfiledBackend::download(float* dst, const float* src, int64_t count) {
-  time(kDownload, 4.0 * double(count), 0, [&] { backend_->download(dst, src, count); });
+float* ProfiledBackend::download(Tensor x) {
+  float* data = nullptr;
+  time(kDownload, 4.0 * double(x.rows * x.cols), 0, [&] { data = backend_->download(x); });
+  return data;
 }
 
 void ProfiledBackend::begin_step(const Batch& batch) {

@@ -33,13 +33,12 @@ class ProfiledBackend final : public Backend {
   void reset_totals();  // slices are kept
 
   std::string name() const override { return backend_->name(); }
-  MemoryInfo memory_info() const override { return backend_->memory_info(); }
   Ceilings measure_ceilings() override { return backend_->measure_ceilings(); }
   ThreadPool& pool() override { return backend_->pool(); }
   std::shared_ptr<float> alloc(int64_t count) override { return backend_->alloc(count); }
   void synchronize() override { backend_->synchronize(); }
   void upload(float* dst, const float* src, int64_t count) override;
-  void download(float* dst, const float* src, int64_t count) override;
+  float* download(Tensor x) override;
   std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
                                       const std::vector<HostTensor>& biases) override {
     return backend_->load_weight(parts, biases);

@@ -227,7 +227,7 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
         rows, cols = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
         if dtype == "float32" and tensor.type_id != _F32:
             if name not in dequantized:
-                dequantized[name] = _core.ops.dequantize(tensor.type_id, tensor.data.tobytes())
+                dequantized[name] = _core.dequantize(tensor.type_id, tensor.data)
             return _F32, rows, cols, dequantized[name]
         return tensor.type_id, rows, cols, tensor.data
 

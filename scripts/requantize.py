@@ -52,7 +52,7 @@ def requantized(tensor: TensorInfo, kind: GGMLType) -> Iterator[bytes]:
     rows = tensor.data.reshape(-1, tensor.data.size // math.prod(tensor.shape[:-1]))
     step = max(1, CHUNK_WEIGHTS // tensor.shape[-1])
     for start in range(0, len(rows), step):
-        values = _core.ops.dequantize(tensor.type_id, rows[start : start + step].tobytes())
+        values = _core.dequantize(tensor.type_id, rows[start : start + step])
         yield gguf.quants.quantize(values.reshape(-1, tensor.shape[-1]), kind).tobytes()
 
 

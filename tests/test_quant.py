@@ -17,7 +17,7 @@ def test_decoding_equals_gguf(name: str) -> None:
     kind = GGMLType[name]
     data = random_weights(kind, 8, 512, 0.05, np.random.default_rng(0))
     expected = gguf.quants.dequantize(data, kind).ravel()
-    np.testing.assert_array_equal(_core.ops.dequantize(int(kind), data.tobytes()), expected)
+    np.testing.assert_array_equal(_core.dequantize(int(kind), data.tobytes()), expected)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -28,15 +28,23 @@ def test_decoding_of_any_bits_equals_gguf(name: str) -> None:
     data = np.random.default_rng(1).integers(0, 256, (2000, size), np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(data, kind).ravel()
-    np.testing.assert_array_equal(_core.ops.dequantize(int(kind), data.tobytes()), expected)
+    np.testing.assert_array_equal(_core.dequantize(int(kind), data.tobytes()), expected)
 
 
 def test_every_half_is_read_right() -> None:
     halves = np.arange(65536, dtype=np.uint16)
     expected = halves.view(np.float16).astype(np.float32)
-    np.testing.assert_array_equal(_core.ops.dequantize(int(GGMLType.F16), halves.tobytes()), expected)
+    np.testing.assert_array_equal(_core.dequantize(int(GGMLType.F16), halves.tobytes()), expected)
 
 
 def test_unsupported_type_is_named() -> None:
     with pytest.raises(ValueError, match="ggml type 99 is not supported"):
-        _core.ops.dequantize(99, b"")
+        _core.dequantize(99, b"")
+
+
+@pytest.mark.parametrize(
+    "data", [bytes(17), bytes(19), np.zeros((4, 36), np.uint8)[:, :18]], ids=("17", "19", "apart")
+)
+def test_only_whole_blocks_on_end_are_read(data: bytes) -> None:
+    with pytest.raises(ValueError, match="bytes are no whole Q4_0 blocks of 18 on end"):
+        _core.dequantize(int(GGMLType.Q4_0), data)

@@ -1,7 +1,5 @@
 #include "cpu/cpu_backend.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -61,18 +59,6 @@ std::vector<float> to_floats(const HostTensor& t) {
 CpuBackend::CpuBackend(int num_threads, const std::string& isa)
     : kernels_(select_kernels(isa)), pool_(num_threads) {}
 
-MemoryInfo CpuBackend::memory_info() const {
-  const size_t page = size_t(sysconf(_SC_PAGESIZE));
-  MemoryInfo info;
-  info.total_bytes = size_t(sysconf(_SC_PHYS_PAGES)) * page;
-#ifdef _SC_AVPHYS_PAGES
-  info.free_bytes = size_t(sysconf(_SC_AVPHYS_PAGES)) * page;
-#else
-  info.free_bytes = info.total_bytes;
-#endif
-  return info;
-}
-
 Ceilings CpuBackend::measure_ceilings() { return rvllm::measure_ceilings(pool_, kernels_); }
 
 std::shared_ptr<float> CpuBackend::alloc(int64_t count) {
@@ -82,10 +68,6 @@ std::shared_ptr<float> CpuBackend::alloc(int64_t count) {
 }
 
 void CpuBackend::upload(float* dst, const float* src, int64_t count) {
-  std::memcpy(dst, src, size_t(count) * sizeof(float));
-}
-
-void CpuBackend::download(float* dst, const float* src, int64_t count) {
   std::memcpy(dst, src, size_t(count) * sizeof(float));
 }
 

@@ -21,12 +21,11 @@ class CpuBackend final : public Backend {
   std::string name() const override { return "cpu"; }
   const char* isa() const { return kernels_.name; }
   ThreadPool& pool() override { return pool_; }
-  MemoryInfo memory_info() const override;
   Ceilings measure_ceilings() override;
 
   std::shared_ptr<float> alloc(int64_t count) override;
   void upload(float* dst, const float* src, int64_t count) override;
-  void download(float* dst, const float* src, int64_t count) override;
+  float* download(Tensor x) override { return x.data; }
   void synchronize() override {}
 
   std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
