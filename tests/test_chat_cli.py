@@ -383,6 +383,8 @@ class Terminal:
             stderr=child,
             start_new_session=True,
             env={**os.environ, "TERM": "dumb", "NO_COLOR": "1"},
+            # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         os.close(child)
         self.text = ""
