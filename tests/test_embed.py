@@ -77,7 +77,7 @@ def test_the_async_engine_embeds_in_company(path: Path) -> None:
     expected = llm.embed(PROMPTS)
 
     async def run() -> list[tuple[list[float], int]]:
-        engine = AsyncEngine(llm.engine, max_queue=1)  # room for the one that is dropped below
+        engine = AsyncEngine(llm.engine, max_queue=2)  # room for the two that are dropped below
         engine.start()
         try:
             with pytest.raises(ValueError, match="empty"):
