@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,14 @@ def setup_constant(name: str):
     raise SystemExit(f"setup.py: no {name}")
 
 
+def check_symbols(source: str, object_file: str) -> None:
+    """A weak symbol compiled for a newer processor could become the one copy that all others call."""
+    symbols = subprocess.check_output(["nm", "-C", object_file], text=True).splitlines()
+    weak = [line for line in symbols if re.search(r" [uvVwW] ", line)]
+    if weak or not any(" T rvllm::kernels_" in line for line in symbols):
+        raise SystemExit(f"{source}: weak symbols, or no kernel table: {weak}")
+
+
 def main(compiler: str, machine: str, output: str, *more_flags: str) -> None:
     isa_flags = setup_constant("ISA_FLAGS").get(setup_constant("MACHINES").get(machine, machine), {})
     flags = ["-std=c++17", "-Icsrc", *setup_constant("CXX_FLAGS"), *more_flags]
@@ -34,6 +43,8 @@ def main(compiler: str, machine: str, output: str, *more_flags: str) -> None:
     def compile_one(source: str, object_file: str) -> str:
         command = [compiler, *flags, *isa_flags.get(source, []), "-c", source, "-o", object_file]
         subprocess.run(command, cwd=ROOT, check=True)
+        if source in isa_flags and not more_flags:
+            check_symbols(source, object_file)
         return object_file
 
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(2) as pool:
