@@ -52,9 +52,7 @@ void bind_profiler(py::module_& m) {
              return threads;
            },
            "The caller's operations, then for each other thread its work, each as int64 [n, 3] of the operation's index "
-           "in rows, start and stop in ns, and the number of slices that were not kept.")
-      .def("waiting_slices", [](const ProfiledBackend& b) { return slices(b.recorder().waiting); },
-           "The same of the caller, when it waited for others.");
+           "in rows, start and stop in ns, and the number of slices that were not kept.");
 }
 
 }  // namespace rvllm

@@ -27,7 +27,7 @@ std::vector<ProfileRow> ProfiledBackend::rows() const {
     const TimeLog::Total caller = recorder_.threads[0].total(i);
     rows[i].calls = caller.slices;
     rows[i].ns = caller.ns;
-    rows[i].busy_ns.push_back(caller.ns - recorder_.waiting.total(i).ns);
+    rows[i].busy_ns.push_back(caller.ns - (i < recorder_.waiting.size() ? recorder_.waiting[i] : 0));
     for (size_t t = 1; t < recorder_.threads.size(); ++t) rows[i].busy_ns.push_back(recorder_.threads[t].total(i).ns);
   }
   return rows;
@@ -36,13 +36,12 @@ std::vector<ProfileRow> ProfiledBackend::rows() const {
 void ProfiledBackend::reset() {
   reset_totals();
   for (TimeLog& thread : recorder_.threads) thread.reset();
-  recorder_.waiting.reset();
 }
 
 void ProfiledBackend::reset_totals() {
   for (ProfileRow& row : rows_) row = {row.name};
   for (TimeLog& thread : recorder_.threads) thread.reset_totals();
-  recorder_.waiting.reset_totals();
+  recorder_.waiting.clear();
 }
 
 std::unique_ptr<KVCache> ProfiledBackend::alloc_kv_cache(const KVCacheSpec& spec) {

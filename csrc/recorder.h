@@ -1,27 +1,25 @@
 // What each thread of a pool worked on, and when. There is one only while profiling.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <vector>
 
-namespace rvllm {
+#include "clock.h"
 
-// Nanoseconds of a clock that never goes back.
-inline int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+namespace rvllm {
 
 struct TimeSlice {
   int64_t operation, start, stop;  // ns
 };
 
-class TimeLog {
+class alignas(64) TimeLog {  // a cache line that no other thread writes to
  public:
   struct Total {
     int64_t slices = 0, ns = 0;
   };
   static constexpr size_t kMaxSlices = size_t(1) << 18;  // what comes later counts, but is not kept
+
+  TimeLog() { slices_.reserve(kMaxSlices); }  // pages come to life as they are written
 
   void add(int64_t operation, int64_t start, int64_t stop) {
     if (size_t(operation) >= totals_.size()) totals_.resize(size_t(operation) + 1);
@@ -34,7 +32,11 @@ class TimeLog {
       ++num_lost_;
   }
 
-  void reset() { *this = {}; }
+  void reset() {
+    reset_totals();
+    slices_.clear();
+    num_lost_ = 0;
+  }
   void reset_totals() { totals_.clear(); }  // keeps the slices
 
   Total total(size_t operation) const { return operation < totals_.size() ? totals_[operation] : Total(); }
@@ -54,7 +56,12 @@ struct Recorder {
 
   int64_t operation = 0;         // what loops belong to; 0: to none
   std::vector<TimeLog> threads;  // work; the caller's own, the first, by operations, and by loops that belong to none
-  TimeLog waiting;               // the caller's, for the others to finish
+  std::vector<int64_t> waiting;  // ns of the caller, for the others to finish, of each operation
+
+  void add_waiting(int64_t ns) {
+    if (size_t(operation) >= waiting.size()) waiting.resize(size_t(operation) + 1);
+    waiting[size_t(operation)] += ns;
+  }
 };
 
 }  // namespace rvllm

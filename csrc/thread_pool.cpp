@@ -52,20 +52,23 @@ Recorder& ThreadPool::record() {
 }
 
 void ThreadPool::take_ranges(uint32_t generation, int thread) {
-  int64_t taken = 0, start = 0;
+  int64_t taken = 0, operation = 0, start = 0;
   uint64_t state = state_.load(std::memory_order_acquire);
   while (state >> 32 == generation && uint32_t(state) != 0) {
     const auto* body = body_.load(std::memory_order_relaxed);
     const int64_t count = count_.load(std::memory_order_relaxed), grain = grain_.load(std::memory_order_relaxed);
     if (!state_.compare_exchange_weak(state, state - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-    if (taken == 0 && thread > 0 && recorder_) start = now_ns();
+    if (taken == 0 && thread > 0 && recorder_) {
+      operation = recorder_->operation;
+      start = now_ns();
+    }
     const int64_t begin = int64_t(uint32_t(state) - 1) * grain;
     (*body)(begin, std::min(begin + grain, count), thread);
     ++taken;
     state = state_.load(std::memory_order_acquire);
   }
   if (taken == 0) return;
-  if (thread > 0 && recorder_) recorder_->threads[size_t(thread)].add(recorder_->operation, start, now_ns());
+  if (thread > 0 && recorder_) recorder_->threads[size_t(thread)].add(operation, start, now_ns());
   finished_.fetch_add(taken, std::memory_order_release);  // after this the caller may go on
 }
 
@@ -108,7 +111,7 @@ void ThreadPool::wait_for(int64_t ranges) {
     else
       std::this_thread::yield();
   }
-  if (recorder_) recorder_->waiting.add(recorder_->operation, start, now_ns());
+  if (recorder_) recorder_->add_waiting(now_ns() - start);
 }
 
 void ThreadPool::work(int thread) {

@@ -141,11 +141,10 @@ class Profile:
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes Chrome's trace events (chrome://tracing, ui.perfetto.dev), a row for each thread. Raises OSError.
 
-        The engine's row holds steps, in them native calls, in them operations, in them the time it waited for
-        other threads; their rows hold their work. otherData.num_lost: slices that came too late to be kept.
+        The engine's row holds steps, in them native calls, in them operations; those of the other threads hold
+        their work. otherData.num_lost: slices that came too late to be kept.
         """
         names = [row[0] for row in self.backend.rows()]
-        waiting, num_lost = self.backend.waiting_slices()
         threads = self.backend.thread_slices()
         starts = [start for _, start, _ in self._spans]
         starts += [int(slices[0, 1]) for slices, _ in threads if len(slices)]
@@ -158,11 +157,11 @@ class Profile:
                 file.write(",\n" + _metadata("thread_name", thread, name))
             for name, start, stop in self._spans:
                 file.write(",\n" + _event(name, "step", 0, start - origin, stop - origin))
+            num_lost = self._num_lost
             for thread, (slices, num_lost_here) in enumerate(threads):
                 _write_slices(file, slices, names, "operation" if thread == 0 else "work", thread, origin)
                 num_lost += num_lost_here
-            _write_slices(file, waiting, ["wait"] * len(names), "wait", 0, origin)
-            file.write(f'\n], "otherData": {{"num_lost": {num_lost + self._num_lost}}}}}\n')
+            file.write(f'\n], "otherData": {{"num_lost": {num_lost}}}}}\n')
 
 
 class ProfiledEngine(LLMEngine):
