@@ -17,7 +17,7 @@ import random
 import sys
 from typing import Any
 
-from server_process import run_server, rvllm_command
+from server_process import end_servers_on_sigterm, run_server, rvllm_command
 
 from rvllm.http_client import Endpoint
 from rvllm.load_prompts import WORDS
@@ -147,4 +147,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_servers_on_sigterm()
     sys.exit(main())

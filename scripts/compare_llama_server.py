@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from server_process import ServerProcess, run_server, rvllm_command
+from server_process import ServerProcess, end_servers_on_sigterm, run_server, rvllm_command
 
 from rvllm.cli.bench import natural, positive
 from rvllm.http_client import Endpoint
@@ -267,4 +267,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_servers_on_sigterm()
     sys.exit(main())

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 from load_clients import Client, Limits, ServerFaultError
-from server_process import ServerProcess, run_server, rvllm_command
+from server_process import ServerProcess, end_servers_on_sigterm, run_server, rvllm_command
 
 from rvllm.http_client import Endpoint
 
@@ -192,4 +192,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_servers_on_sigterm()
     sys.exit(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,11 @@ class ServerProcess:
     url: str
     pid: int
     command: Sequence[str]
+
+
+def end_servers_on_sigterm() -> None:
+    """Makes SIGTERM an exception, as SIGINT is: it then leaves run_server(), which ends its server."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def rvllm_command(arguments: Sequence[str]) -> list[str]:

@@ -148,6 +148,16 @@ def test_tokenize_and_back(server: TinyServer) -> None:
     )
 
 
+def test_tokenizer_info_is_what_lm_eval_reads(server: TinyServer) -> None:
+    info = server.request("GET", "/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"]) == ("<|im_end|>", "<|im_start|>")
+    # Its client encodes the name to learn the id.
+    ids = server.ok("/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"]
+    assert ids == [server.llm.tokenizer.eos_token_id]
+    assert server.llm.chat_template is not None
+    assert info["chat_template"] == server.llm.chat_template.source
+
+
 def test_bos_is_added_as_each_world_expects(tmp_path_factory: pytest.TempPathFactory) -> None:
     llm = make_llm(tmp_path_factory.mktemp("model"), extra={"tokenizer.ggml.add_bos_token": True})
     server = TinyServer(llm)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, with the fields of both vLLM and llama.cpp."""
+"""POST /tokenize and /detokenize, with the fields of both vLLM and llama.cpp, and vLLM's GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -89,3 +89,20 @@ async def detokenize(
             raise bad_request(f"tokens.{i}: {token_id} is no token id in [0, {size - 1}]", f"tokens.{i}")
     text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, False)
     return {"prompt": text, "content": text}
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(model: Annotated[ServedModel, Depends(get_model)]) -> dict[str, Any]:
+    """Special tokens and chat template: what lm-eval needs for tokenizer_backend=remote."""
+    tokenizer = model.tokenizer
+
+    def text(token_id: int | None) -> str | None:
+        return None if token_id is None else tokenizer.token_text(token_id)
+
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token": text(tokenizer.bos_token_id),
+        "eos_token": text(tokenizer.eos_token_id),
+        "chat_template": None if model.chat_template is None else model.chat_template.source,
+    }
