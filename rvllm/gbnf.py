@@ -14,7 +14,7 @@ MAX_DEPTH = 100  # of parentheses, and of rules within rules
 MAX_REPEAT = 10_000
 MAX_REGEX = 2**16  # characters; a grammar that would need more is written as rules
 
-_RULE = re.compile(r"[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)  # anchored, so that a search is linear
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _REPEAT = re.compile(r"\{\s*(\d*)\s*(,?)\s*(\d*)\s*\}")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "[": "[", "]": "]", "-": "-", "^": "^"}
@@ -269,10 +269,12 @@ class Regex:
                 self._known[node.name] = self.of(self._rules[node.name], depth - 1) if depth else None
             return self._known[node.name]
         parts: list[str] = []
+        size = 0
         for item in [node.item] if isinstance(node, Repeat) else node.items:
             part = self.of(item, depth)
-            if part is None or sum(map(len, parts)) + len(part) > MAX_REGEX:
+            if part is None or size + len(part) > MAX_REGEX:
                 return None
+            size += len(part)
             parts.append(part)
         if isinstance(node, Repeat):
             return f"(?:{parts[0]}){_bounds(node)}"

@@ -96,3 +96,10 @@ def test_errors_name_the_line(grammar: str, message: str) -> None:
 def test_rules_that_multiply_stay_small() -> None:
     grammar = 'root ::= r0\n' + "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(60)) + 'r60 ::= "a"'  # fmt: skip
     assert len(to_lark(grammar)) < 10_000
+
+
+def test_telling_gbnf_takes_linear_time() -> None:
+    assert not is_gbnf("a" * 10**6)
+    assert not is_gbnf("a b" * 10**6)
+    assert is_gbnf("# a comment\n" * 10 + "  root ::= x")
+    assert len(to_lark("root ::= " + '("a") ' * 20_000)) > 20_000
