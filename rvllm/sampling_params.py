@@ -12,17 +12,30 @@ from rvllm.structured_output import StructuredOutput
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow logits / temperature in float32
 MAX_N = 1024
 MAX_SEED = 2**64 - 1
+MAX_TEMPERATURE = 1e6  # all but uniform; logits / 1e300 would be NaN in the sampler
+MAX_STOP_STRINGS = 64  # each is searched for at each step
+MAX_STOP_CHARACTERS = 65_536  # of all stop strings
+
+
+def _shown(value: object) -> str:
+    """The value for a message: Python refuses to print integers of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 1000:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _check_real(name: str, value: object, low: float, high: float, low_excluded: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf  # whatever its sign: refused
     too_low = number <= low if low_excluded else number < low
     if not math.isfinite(number) or too_low or number > high:
         left = "(" if low_excluded else "["
         right = ")" if high == math.inf else "]"
-        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {value!r}")
+        raise ValueError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {_shown(value)}")
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -30,7 +43,7 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if int(value) < low or (high is not None and int(value) > high):
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise ValueError(f"{name} must be {limit}, got {value!r}")
+        raise ValueError(f"{name} must be {limit}, got {_shown(value)}")
 
 
 class _ReadOnlyDict(dict[int, float]):
@@ -51,10 +64,11 @@ class SamplingParams:
     """Parameters of one request, with vLLM's names, meanings and defaults.
 
     n: choices for one prompt; choice k samples from stream k of the seed.
-    temperature: 0 (or anything below 1e-5) is greedy: the best token, after penalties and bias.
+    temperature: 0 (or anything below 1e-5) is greedy: the best token, after penalties and bias. At most 1e6.
     top_k: 0 or -1 keeps the whole vocabulary. top_p, min_p: the best token is always kept.
     seed: None or -1: derived from the engine's seed.
     stop: strings that end the text; the text is cut before them unless include_stop_str_in_output.
+        At most 64, of 65,536 characters together.
     max_tokens: None runs to the end of the context.
     min_tokens: until then end-of-generation and stop tokens are banned and stop strings are not searched.
     logit_bias: token id -> addend in [-100, 100].
@@ -92,7 +106,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
-        _check_real("temperature", self.temperature, 0, math.inf)
+        _check_real("temperature", self.temperature, 0, MAX_TEMPERATURE)
         _check_real("top_p", self.top_p, 0, 1)
         _check_int("top_k", self.top_k, -1)
         _check_real("min_p", self.min_p, 0, 1)
@@ -134,6 +148,15 @@ class SamplingParams:
                 raise ValueError(f"stop must be a string or a list of strings, got {text!r} in it")
             if not text:
                 raise ValueError("stop must not hold an empty string: it would match everywhere")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(
+                f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}"
+            )
+        size = sum(map(len, self.stop_strings))
+        if size > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"stop must hold at most {MAX_STOP_CHARACTERS} characters altogether, got {size}"
+            )
 
     def _check_token_ids(self) -> None:
         if self.stop_token_ids is not None:

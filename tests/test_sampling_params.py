@@ -19,7 +19,10 @@ NAN, INF = math.nan, math.inf
     ("field", "value"),
     [
         *[("n", v) for v in (0, -1, 1025, True, 1.0, "2", None)],
-        *[("temperature", v) for v in (-0.1, NAN, INF, -INF, True, "0.5", None)],
+        *[
+            ("temperature", v)
+            for v in (-0.1, NAN, INF, -INF, 1.1e6, 1e300, 10**400, -(10**400), True, "0.5", None)
+        ],
         *[("top_p", v) for v in (-0.1, 1.0001, NAN, "0.9", None, False)],
         *[("top_k", v) for v in (-2, -5, 1.5, "3", None, True)],
         *[("min_p", v) for v in (-0.1, 1.1, NAN)],
@@ -30,7 +33,22 @@ NAN, INF = math.nan, math.inf
         *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN)],
         *[("repetition_penalty", v) for v in (0, -1, NAN, INF)],
         *[("logprobs", v) for v in (-1, 1.0, True, "1")],
-        *[("stop", v) for v in ("", [""], ["", "x"], [1], {"a": 1}, 1, [None], b"x")],
+        *[
+            ("stop", v)
+            for v in (
+                "",
+                [""],
+                ["", "x"],
+                [1],
+                {"a": 1},
+                1,
+                [None],
+                b"x",
+                ["x"] * 65,
+                "x" * 65_537,
+                ["x" * 32_769] * 2,
+            )
+        ],
         *[("stop_token_ids", v) for v in (3, [-1], ["a"], [1.5], [True], {1})],
         *[("include_stop_str_in_output", v) for v in (1, None, "yes")],
         *[("ignore_eos", v) for v in (1, None)],
@@ -79,6 +97,20 @@ def test_edges_are_accepted() -> None:
     SamplingParams(logit_bias={0: -100, 5: 100.0})
     SamplingParams(logprobs=0)
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3))
+
+
+def test_messages_name_value_and_limit() -> None:
+    with pytest.raises(ValueError, match=r"^temperature must be in \[0, 1e\+06\], got 2000000.0$"):
+        SamplingParams(temperature=2e6)
+    with pytest.raises(ValueError, match=r"^temperature must be .* got an integer of 33220 bits$"):
+        SamplingParams(temperature=10**10_000)
+    with pytest.raises(ValueError, match=r"^max_tokens must be at least 1, got an integer of 33220 bits$"):
+        SamplingParams(max_tokens=-(10**10_000))
+    with pytest.raises(ValueError, match=r"^stop must hold at most 64 strings, got 65$"):
+        SamplingParams(stop=["x"] * 65)
+    with pytest.raises(ValueError, match=r"^stop must hold at most 65536 characters altogether, got 70000$"):
+        SamplingParams(stop=["x" * 35_000] * 2)
+    assert len(SamplingParams(stop=["x" * 1024] * 64).stop_strings) == 64
 
 
 def test_stop_strings() -> None:
