@@ -12,7 +12,8 @@ import operator
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -301,19 +302,26 @@ class LLMEngine:
         """Logits [T - first, vocab_size] float32 at the positions of token_ids from `first` on, computed apart
         from all requests.
 
-        Raises ValueError for token ids out of range, none of them, or too many for context or free KV cache.
+        Raises ValueError for token ids out of range, none of them, or too many for context or KV cache.
         """
         ids = self._checked_ids("token_ids", token_ids)
         if not 0 < len(ids) <= self.max_model_len:
             raise ValueError(f"token_ids must hold 1 to {self.max_model_len} token ids, got {len(ids)}")
         if not 0 <= first <= len(ids):
             raise ValueError(f"first must be between 0 and the {len(ids)} tokens, got {first}")
-        needed, free = self.block_manager.blocks_for(len(ids)), self.block_manager.num_free_blocks
-        if needed > free:
-            raise ValueError(f"{len(ids)} tokens need {needed} KV-cache blocks, {free} are free")
-        block_table = self.block_manager.allocate((), len(ids))
-        try:
+        with self._borrowed_blocks(len(ids)) as block_table:
             return self.runner.get_logits(ids, block_table, first)
+
+    @contextmanager
+    def _borrowed_blocks(self, num_tokens: int) -> Iterator[list[int]]:
+        """A block table for a computation between two steps; requests that run may have to give way to it."""
+        needed, available = self.block_manager.blocks_for(num_tokens), self.block_manager.num_blocks
+        if needed > available:
+            raise ValueError(f"{num_tokens} tokens need {needed} KV-cache blocks, {available} are available")
+        self.scheduler.make_room(needed)
+        block_table = self.block_manager.allocate((), num_tokens)
+        try:
+            yield block_table
         finally:
             self.block_manager.free(block_table)
 

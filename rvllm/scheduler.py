@@ -105,6 +105,11 @@ class Scheduler:
         self._num_unfinished = 0
         self.block_manager.reset()
 
+    def make_room(self, num_blocks: int) -> None:
+        """Preempts the last running requests until num_blocks blocks, of the pool's, are free."""
+        while self.block_manager.num_free_blocks < num_blocks and self._running:
+            self._preempt(self._running.pop())
+
     def schedule(self) -> SchedulerOutput:
         """Chooses the tokens of the next step and gives them their blocks.
 

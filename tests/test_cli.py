@@ -19,6 +19,8 @@ from tiny_gguf import write_tiny_model
 from rvllm import LLM, SamplingParams, __version__
 from rvllm.cli import main
 from rvllm.cli.arguments import size
+from rvllm.model_runner import ModelRunner
+from rvllm.request import Request, SampledToken
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
@@ -155,6 +157,34 @@ def test_request_larger_than_the_pool_is_refused_and_others_run(generate: Genera
     run = generate("-p", "x" * 200, "-p", "one", "--num-blocks", "4")
     assert (run.status, run.out) == (2, f"{text_of(llm, 'one')}\n")
     assert "prompt 1: " in run.err and "13 KV-cache blocks, 4 are available" in run.err
+
+
+def test_step_that_fails_is_one_line(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(runner: ModelRunner, scheduled: object) -> None:
+        raise RuntimeError("the device is\ngone")
+
+    monkeypatch.setattr(ModelRunner, "run", fail)
+    run = generate("-p", "a", "-p", "b")
+    assert (run.status, run.out, run.err) == (1, "", "rvllm: error: the device is gone\n")
+
+
+def test_answer_that_fails_is_reported(generate: Generate, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    run_step = ModelRunner.run
+
+    def spoil(runner: ModelRunner, scheduled: list[tuple[Request, int]]) -> list[SampledToken]:
+        tokens = run_step(runner, scheduled)
+        sampling = [r for r, count in scheduled if r.num_computed_tokens + count == r.num_tokens]
+        return [
+            SampledToken(-1, error="no finite logits") if request.request_id == "0" else token
+            for request, token in zip(sampling, tokens, strict=True)
+        ]
+
+    monkeypatch.setattr(ModelRunner, "run", spoil)
+    run = generate("-p", "a", "-p", "b", "--json")
+    assert (run.status, run.err) == (1, "rvllm: error: prompt 1: no finite logits\n")
+    bad, good = map(json.loads, run.out.splitlines())
+    assert (bad["finish_reason"], bad["error"]) == ("error", "no finite logits")
+    assert good["text"] == text_of(llm, "b") and "error" not in good
 
 
 def test_chat(generate: Generate, llm: LLM) -> None:

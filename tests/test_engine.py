@@ -358,6 +358,25 @@ def test_logits_take_blocks_only_for_the_call() -> None:
     assert_usable(engine)
 
 
+def test_running_requests_give_way_to_logits() -> None:
+    engine = make_engine(num_blocks=8)
+    for i in range(3):
+        engine.add_request(str(i), [5 + i] * 6, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(3)}
+    steps = 0
+    while engine.has_unfinished:
+        for output in engine.step():
+            tokens[output.request_id] += output.outputs[0].token_ids
+        steps += 1
+        if steps in (2, 9):
+            assert engine.get_logits([5] * 32).shape == (32, 64)
+            engine.scheduler.check_integrity()
+    assert engine.stats.preemptions >= 3
+    for i in range(3):
+        assert tokens[str(i)] == tokens_alone([5 + i] * 6, 20)
+    assert_usable(engine)
+
+
 # Load
 
 

@@ -305,7 +305,7 @@ def test_mistakes_are_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
         (("-f", text, "-c", "0"), "max_model_len must be between 1"),
         (("-f", text, "-c", "1024"), "max_model_len 1024 is more than the model's context of 512"),
         (("-f", text, "-c", "64", "--chunks", "0"), "--chunks must be at least 1, got 0"),
-        (("-f", text, "-c", "64", "--num-blocks", "2"), "64 tokens need 4 KV-cache blocks, 2 are free"),
+        (("-f", text, "-c", "64", "--num-blocks", "2"), "64 tokens need 4 KV-cache blocks, 2 are available"),
         (("-f", text, "-c", "64", "--dtype", "int8"), "dtype must be 'auto' or 'float32', not 'int8'"),
         (("-f", text, "-c", "64", "--save-logits", tmp_path), "Is a directory"),
         (("-f", text, "--kl-divergence"), "need each other"),

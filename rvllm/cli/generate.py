@@ -1,7 +1,7 @@
 """Complete one prompt, or many at once.
 
 Standard output holds the completions alone, in the order of the prompts, each followed by a newline. The exit
-status is 2 if an option or a prompt was refused; the other prompts still run.
+status is 2 if an option or a prompt was refused; the other prompts still run. It is 1 if an answer failed.
 """
 
 from __future__ import annotations
@@ -98,14 +98,31 @@ def run(args: argparse.Namespace) -> int:
             num_refused += 1
             printer.refuse(i, one_line(error))
             print(f"rvllm: error: prompt {i + 1}: {one_line(error)}", file=sys.stderr)
-    while llm.engine.has_unfinished:
-        for output in llm.engine.step():
-            printer.add(output)
+    num_failed = _run_all(llm, printer)
     if args.debug:
         _report(llm, len(prompts), num_refused)
     print_profile(args, llm)
     write_profile_trace(args, llm)
-    return 2 if num_refused else 0
+    return 1 if num_failed else 2 if num_refused else 0
+
+
+def _run_all(llm: LLM, printer: JSONPrinter | TextPrinter) -> int:
+    """Prints all answers as they come; returns how many prompts, or whole steps, failed. A failed step is the last."""
+    num_failed = 0
+    while llm.engine.has_unfinished:
+        try:
+            outputs = llm.engine.step()
+        except (RuntimeError, ValueError, OSError, MemoryError) as error:
+            print(f"rvllm: error: {one_line(error)}", file=sys.stderr)
+            return num_failed + 1
+        for output in outputs:
+            printer.add(output)
+            for completion in output.outputs:
+                if completion.error is not None:
+                    num_failed += 1
+                    prompt = int(output.request_id) + 1
+                    print(f"rvllm: error: prompt {prompt}: {completion.error}", file=sys.stderr)
+    return num_failed
 
 
 def _warn_of_idle_options(args: argparse.Namespace, params: SamplingParams) -> None:

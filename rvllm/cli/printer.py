@@ -78,6 +78,8 @@ class JSONPrinter:
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
+        if completion.error is not None:
+            fields["error"] = completion.error
         if completion.logprobs is not None:
             fields["logprobs"] = [
                 {token_id: asdict(logprob) for token_id, logprob in entry.items()}
