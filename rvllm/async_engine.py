@@ -11,16 +11,15 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
 from rvllm.engine import EngineStats, LLMEngine
 from rvllm.finishing_rate import FinishingRate
 from rvllm.request import RequestOutput
 from rvllm.request_group import RequestGroup
+from rvllm.request_stream import EngineObserver, RequestStream, observe, wake
 from rvllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("rvllm")
@@ -43,53 +42,6 @@ class EngineStoppedError(RuntimeError):
 
 class EngineDeadError(RuntimeError):
     """A step failed, and with it the engine thread."""
-
-
-class EngineObserver(Protocol):
-    """Hears of all that is worth a metric, on the engine thread: its methods must be quick."""
-
-    def on_step(self, stats: EngineStats) -> None: ...
-
-    def on_first_token(self, seconds: float) -> None:
-        """A request's first token came `seconds` after the request."""
-
-    def on_tokens(self, itl_seconds: float, n: int) -> None:
-        """n tokens came, each itl_seconds after the one before it in its request."""
-
-    def on_finished(
-        self, reason: str, e2e_seconds: float, prompt_tokens: int, generation_tokens: int
-    ) -> None: ...
-
-
-class _Stream:
-    """A request in flight. output: what its consumer has not taken yet, merged into one."""
-
-    __slots__ = (
-        "abort_reason",
-        "arrival",
-        "error",
-        "event",
-        "is_closed",
-        "last_token",
-        "loop",
-        "num_choices",
-        "num_tokens",
-        "output",
-        "request_id",
-    )
-
-    def __init__(self, request_id: str, num_choices: int) -> None:
-        self.request_id = request_id
-        self.num_choices = num_choices
-        self.loop = asyncio.get_running_loop()
-        self.event = asyncio.Event()
-        self.output: RequestOutput | None = None
-        self.error: Exception | None = None
-        self.is_closed = False  # the engine has no more to do for it
-        self.abort_reason: str | None = None  # what it was aborted with while its prompt was being encoded
-        self.arrival = time.monotonic()
-        self.last_token = 0.0  # time of its latest token, 0 before the first
-        self.num_tokens = 0
 
 
 class AsyncEngine:
@@ -122,7 +74,7 @@ class AsyncEngine:
         self._has_work = threading.Condition(self._lock)
         # All of the following are guarded by the lock.
         self._commands: list[Callable[[], None]] = []
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._num_in_flight = 0
         self._emptied: list[Future[None]] = []  # set when nothing is in flight
         self._rate = FinishingRate()
@@ -244,7 +196,7 @@ class AsyncEngine:
             self._has_work.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown(wait=False)
         self._fail_all(partial(EngineStoppedError, "the engine has been shut down"))
 
     # The callers' side.
@@ -263,8 +215,9 @@ class AsyncEngine:
         try:
             # All that wait age at the same rate, so their order is known when they arrive.
             late = (stream.arrival - self._start_time) / self._aging_seconds
-            group = await stream.loop.run_in_executor(self._workers, prepare, priority + late)
+            group = await stream.loop.run_in_executor(self._workers, self._prepare, prepare, priority + late)
             self._post(partial(self._submit, stream, group))
+            stream.is_submitted = True
             if timeout is not None:
                 expire = partial(self._post_abort, stream, "timeout")
                 timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
@@ -276,11 +229,17 @@ class AsyncEngine:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._close(stream)
+            if not stream.is_closed:
+                self._close(stream)
 
-    def _open(self, request_id: str, num_choices: int) -> _Stream:
+    def _prepare(self, prepare: Callable[[float], RequestGroup], priority: float) -> RequestGroup:
+        if self._is_dead or self._is_stopping:  # what is still queued need not be encoded
+            self._refuse()
+        return prepare(priority)
+
+    def _open(self, request_id: str, num_choices: int) -> RequestStream:
         """Takes a request in, if there is room for it."""
-        stream = _Stream(request_id, num_choices)
+        stream = RequestStream(request_id, num_choices)
         with self._lock:
             self._refuse()
             if request_id in self._streams:
@@ -295,11 +254,15 @@ class AsyncEngine:
             self._num_in_flight += num_choices
         return stream
 
-    def _close(self, stream: _Stream) -> None:
-        if not stream.is_closed:
-            self._post(partial(self._discard, stream), even_if_stopped=True)
+    def _close(self, stream: RequestStream) -> None:
+        if stream.is_submitted:
+            self._post_abort(stream, "abort")
+            return
+        with self._lock:
+            if not stream.is_closed:
+                self._drop(stream)
 
-    def _post_abort(self, stream: _Stream, reason: str) -> None:
+    def _post_abort(self, stream: RequestStream, reason: str) -> None:
         self._post(partial(self._abort, stream, reason), even_if_stopped=True)
 
     def _post(self, command: Callable[[], None], even_if_stopped: bool = False) -> None:
@@ -323,7 +286,7 @@ class AsyncEngine:
         if self._thread is None:
             raise EngineStoppedError("the engine has not been started")
 
-    async def _take(self, stream: _Stream) -> RequestOutput:
+    async def _take(self, stream: RequestStream) -> RequestOutput:
         while True:
             with self._lock:
                 output, stream.output = stream.output, None
@@ -378,40 +341,32 @@ class AsyncEngine:
 
     def _step(self) -> None:
         start = time.monotonic()
-        is_busy = self.engine.has_unfinished
         outputs = self.engine.step()
         self._stats = self.engine.stats
         self._rate.add_busy(time.monotonic() - start)
         self._deliver(outputs)
-        if is_busy and self._observer is not None:
+        if self._observer is not None:
             self._observer.on_step(self._stats)
 
-    def _submit(self, stream: _Stream, group: RequestGroup) -> None:
+    def _submit(self, stream: RequestStream, group: RequestGroup) -> None:
         if stream.is_closed:
             return
         self.engine.submit(group)
         if stream.abort_reason is not None:
             self._abort(stream, stream.abort_reason)
 
-    def _abort(self, stream: _Stream, reason: str) -> None:
+    def _abort(self, stream: RequestStream, reason: str) -> None:
         output = self.engine.abort(stream.request_id, reason)
         if output is None:
             stream.abort_reason = reason
         else:
             self._deliver([output])
 
-    def _discard(self, stream: _Stream) -> None:
-        """Drops a request whose consumer is gone, and which may never have been submitted."""
-        self._abort(stream, "abort")
-        if not stream.is_closed:
-            with self._lock:
-                self._drop(stream)
-
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         streams = [self._streams[output.request_id] for output in outputs]
         if self._observer is not None:  # before the outputs are the consumers'
-            _observe(self._observer, streams, outputs)
-        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+            observe(self._observer, streams, outputs)
+        woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         with self._lock:
             for stream, output in zip(streams, outputs, strict=True):
                 # A consumer that has not taken the output before this one has been woken already.
@@ -424,11 +379,11 @@ class AsyncEngine:
                     self._rate.add_finished(stream.num_choices)
                     self._drop(stream)
         for loop, sleepers in woken.items():
-            if not _wake(loop, sleepers):
+            if not wake(loop, sleepers):
                 for stream in sleepers:
-                    self._discard(stream)
+                    self._abort(stream, "abort")
 
-    def _drop(self, stream: _Stream) -> None:
+    def _drop(self, stream: RequestStream) -> None:
         """Takes a stream out, under the lock; what is in it can still be read."""
         stream.is_closed = True
         del self._streams[stream.request_id]
@@ -441,7 +396,7 @@ class AsyncEngine:
 
     def _fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Ends whatever still waits for the engine thread, which is gone."""
-        woken: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         with self._lock:
             for stream in list(self._streams.values()):
                 stream.error = make_error()
@@ -449,7 +404,7 @@ class AsyncEngine:
                 self._drop(stream)
             self._commands.clear()
         for loop, sleepers in woken.items():
-            _wake(loop, sleepers)
+            wake(loop, sleepers)
 
 
 def _check(priority: object, timeout: object) -> None:
@@ -463,37 +418,3 @@ def _check(priority: object, timeout: object) -> None:
 
 def _dead(error: BaseException | None) -> str:
     return f"the engine has failed: {type(error).__name__}: {error}"
-
-
-def _wake(loop: asyncio.AbstractEventLoop, streams: Sequence[_Stream]) -> bool:
-    """Wakes the consumers of streams, which live on loop; False if it is closed."""
-
-    def wake() -> None:
-        for stream in streams:
-            stream.event.set()
-
-    try:
-        loop.call_soon_threadsafe(wake)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _observe(observer: EngineObserver, streams: Sequence[_Stream], outputs: Sequence[RequestOutput]) -> None:
-    now = time.monotonic()
-    gaps: Counter[float] = Counter()  # time of the token before -> tokens
-    for stream, output in zip(streams, outputs, strict=True):
-        count = sum(len(completion.token_ids) for completion in output.outputs)
-        if count:
-            if stream.last_token:
-                gaps[stream.last_token] += count
-            else:
-                observer.on_first_token(now - stream.arrival)
-            stream.last_token = now
-            stream.num_tokens += count
-        if output.finished:
-            reason = output.outputs[-1].finish_reason or ""
-            seconds = now - stream.arrival
-            observer.on_finished(reason, seconds, len(output.prompt_token_ids), stream.num_tokens)
-    for last_token, count in gaps.items():
-        observer.on_tokens(now - last_token, count)
