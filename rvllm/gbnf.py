@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TypeAlias
 
-MAX_DEPTH = 100  # of parentheses, and of rules within rules
+MAX_DEPTH = 100  # of parentheses, of repetitions of repetitions, and of rules within rules
 MAX_REPEAT = 10_000
 MAX_REGEX = 2**16  # characters; a grammar that would need more is written as rules
 
@@ -60,7 +60,13 @@ def is_gbnf(text: str) -> bool:
 
 def to_lark(text: str) -> str:
     """A GBNF grammar in Lark's syntax. Raises ValueError naming line and fault."""
-    rules = Parser(text).rules()
+    try:
+        return _to_lark(Parser(text).rules())
+    except RecursionError:  # each limit was kept, but not all of them at once
+        raise ValueError("grammar: too much is within each other: parentheses, repetitions, rules") from None
+
+
+def _to_lark(rules: dict[str, Node]) -> str:
     regex = Regex(rules).of(Ref("root"))
     if regex is not None:
         return f"start: /{regex}/"
@@ -130,7 +136,7 @@ class Parser:
             items += self._repeated(literal, nested)
 
     def _repeated(self, literal: list[Node], nested: bool) -> list[Node]:
-        while True:  # a literal's last character alone, then Repeat upon Repeat
+        for _ in range(MAX_DEPTH + 1):  # Repeat upon Repeat
             char = self._peek()
             if char and char in "*+?":
                 self._at += 1
@@ -142,6 +148,7 @@ class Parser:
             item = literal[0] if len(literal) == 1 else Sequence(tuple(literal))
             literal = [Repeat(item, low, high)]
             self._skip(nested)
+        raise self._error(f"more than {MAX_DEPTH} repetitions of repetitions")
 
     def _bounds(self) -> tuple[int, int | None]:
         match = _REPEAT.match(self._text, self._at)

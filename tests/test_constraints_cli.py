@@ -60,6 +60,7 @@ def test_regex(run) -> None:  # type: ignore[no-untyped-def]
     [
         (["--regex", "("], "prompt 1: regex: "),
         (["--grammar", "root ::= x"], "prompt 1: grammar: rule 'x' is not defined"),
+        (["--grammar", "root ::= x" + "*" * 3000], "prompt 1: grammar, line 1: more than 100 repetitions"),
         (["-j", "{"], "json_schema is no JSON"),
         (["-jf", "missing.json"], "missing.json: No such file"),
         (["--chat-template", "chatml"], "--chat-template needs --chat"),

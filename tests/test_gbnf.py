@@ -85,6 +85,8 @@ def test_matches(grammar: str, text: str, wrong: str) -> None:
         (r'root ::= "\ud800"', "is no character"),
         ("root ::= <think>", "tokens .* are not supported"),
         ("root ::= " + "(" * 20_000, "more than 100 parentheses"),
+        ('root ::= "a"' + "*" * 3000, "line 1: more than 100 repetitions of repetitions"),
+        ("root ::= " + "(" * 90 + '"a"' + (")" + "?" * 90) * 90, "too much is within each other"),
         ("root ::= root", "no text can match"),
     ],
 )
