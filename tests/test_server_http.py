@@ -86,6 +86,34 @@ def test_pages_of_other_origins_are_refused_unless_allowed(llm: LLM) -> None:
         assert server.request("OPTIONS", PATH, headers=preflight).status_code == 200
 
 
+def test_a_name_that_a_stranger_may_have_pointed_here_is_refused(llm: LLM) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    with make_server(llm) as server:
+        rebound = {"Origin": "http://evil.example:8000", "Host": "evil.example:8000"}
+        assert (
+            "evil.example"
+            in error_of(server.request("POST", PATH, json=body, headers=rebound), 403)["message"]
+        )
+        error_of(server.request("POST", PATH, json=body, headers={"Origin": "http://[::1"}), 403)
+        for host in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "192.0.2.7", "box", "box.local"):
+            headers = {"Origin": f"http://{host}", "Host": host}
+            assert server.request("POST", PATH, json=body, headers=headers).status_code == 200
+        for host, status in {"evil.example": 403, "localhost": 200}.items():  # a page's GET has no Origin
+            local = "http://127.0.0.1/v1/models"
+            assert server.request("GET", local, headers={"Host": host}).status_code == status
+            far = "http://192.0.2.7/v1/models"
+            assert server.request("GET", far, headers={"Host": host}).status_code == 200
+    named = {"Origin": "https://good.example", "Host": "good.example"}
+    for settings in (
+        {"cors_origins": ("https://good.example",)},
+        {"cors_origins": ("*",)},
+        {"api_keys": ("key",)},
+    ):
+        with make_server(llm, **settings) as server:
+            headers = {**named, "Authorization": "Bearer key"}
+            assert server.request("POST", PATH, json=body, headers=headers).status_code == 200
+
+
 # Request ids and logs
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -25,7 +26,8 @@ class Guard:
     """Refuses requests without a valid key (401), and those that a foreign web page sends (403).
 
     A page of another origin could not read the answer, but could make the machine work: browsers send such a
-    request without asking first. Paths that tell nothing of models and prompts are open.
+    request without asking first. Nor does a page reach a server without keys under a name of its own that it has
+    made resolve to this machine (DNS rebinding). Paths that tell nothing of models and prompts are open.
     """
 
     def __init__(
@@ -34,23 +36,26 @@ class Guard:
         self.app = app
         self._keys = [sha256(key.encode()).digest() for key in api_keys]
         self._origins = origins
+        self._hosts = {_host_name(urlsplit(origin).netloc) for origin in origins}
         self._open_paths = OPEN_PATHS | frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS":
             headers = Headers(scope=scope)
-            error = self._check(scope["method"], scope["path"], headers)
+            error = self._check(scope, headers)
             if error is not None:
                 await error.response()(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _check(self, method: str, path: str, headers: Headers) -> APIError | None:
-        origin = headers.get("origin")
-        if method == "POST" and origin is not None and not self._knows(origin, headers.get("host", "")):
+    def _check(self, scope: Scope, headers: Headers) -> APIError | None:
+        path, origin, host = scope["path"], headers.get("origin"), headers.get("host", "")
+        if scope["method"] == "POST" and origin is not None and not self._knows(origin, host):
             return APIError(
                 403, f"requests from pages of {origin[:100]!r} are not allowed (see --cors-origin)"
             )
+        if not self._keys and (origin is not None or _is_loopback(scope)) and not self._is_ours(host):
+            return APIError(403, f"the server does not answer to the name {host[:100]!r} (see --cors-origin)")
         if self._keys and path not in self._open_paths and not self._has_key(headers):
             return APIError(
                 401,
@@ -61,7 +66,18 @@ class Guard:
         return None
 
     def _knows(self, origin: str, host: str) -> bool:
-        return "*" in self._origins or origin in self._origins or urlsplit(origin).netloc == host
+        if "*" in self._origins or origin in self._origins:
+            return True
+        try:
+            return urlsplit(origin).netloc == host
+        except ValueError:  # half an IPv6 address
+            return False
+
+    def _is_ours(self, host: str) -> bool:
+        """Whether no stranger can have made a Host header's name resolve to this machine."""
+        name = _host_name(host)
+        is_local = "." not in name or name.endswith((".localhost", ".local", ".internal"))
+        return is_local or _is_address(name) or name in self._hosts or "*" in self._origins
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -70,6 +86,25 @@ class Guard:
         digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         # Every key is compared, each in constant time: how long it takes tells nothing.
         return sum(hmac.compare_digest(digest, known) for known in self._keys) > 0
+
+
+def _host_name(host: str) -> str:
+    """A Host header without its port."""
+    name = host.partition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(scope: Scope) -> bool:
+    address = (scope.get("server") or ("",))[0]
+    return _is_address(address) and ip_address(address).is_loopback
 
 
 async def read_body(request: Request) -> bytes:
