@@ -15,10 +15,10 @@ from datetime import datetime
 from functools import cache, wraps
 from typing import Any, NoReturn, cast
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes, pass_environment
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
-from jinja2.filters import do_format
+from jinja2.filters import do_format, do_indent, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,7 +27,8 @@ MAX_STEPS = 1_000_000
 MAX_SECONDS = 10.0
 MAX_CHARACTERS = 2**24
 
-_WIDTH = re.compile(r"\d{7,}")  # of a field, in a format
+_WIDTH = re.compile(r"\d+")  # of a field, in a format
+_NESTED = re.compile(r"%[^%]*\*|\{[^{}]*\{")  # fields whose width is an argument
 
 
 class _Generation(Extension):
@@ -84,17 +85,27 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         if current := budget.get():
             current.step()
-        if isinstance(getattr(function, "__self__", None), str):  # 'x'.center(10**12)
-            _check_widths(*args, *kwargs.values())
+        text = getattr(function, "__self__", None)
+        if isinstance(text, str):
+            _check_widths(*args, *kwargs.values())  # 'x'.center(10**12)
+            _check_method(text, getattr(function, "__name__", ""), args)
         result = super().call(context, function, *args, **kwargs)
         if isinstance(result, str):
             Budget.check_size(len(result))
         return result
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        if isinstance(getattr(value, "__self__", None), str):
-            _check_format(value.__self__)
-        return super().wrap_str_format(value)
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+        text, function = value.__self__, wrapped
+
+        @wraps(function)
+        def bounded(*args: Any, **kwargs: Any) -> str:
+            _check_format(text, "{", [*args, *kwargs.values()])
+            return function(*args, **kwargs)
+
+        return bounded
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         sized = (str, list, tuple)
@@ -107,7 +118,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             Budget.check_size(left.bit_length() * right)
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_format(left, "%", right if isinstance(right, tuple) else [right])
         return super().call_binop(context, operator, left, right)
 
 
@@ -119,8 +130,65 @@ def _check_widths(*values: object) -> None:
     Budget.check_size(max((value for value in values if isinstance(value, int)), default=0))
 
 
-def _check_format(text: str) -> None:
-    Budget.check_size(max((int(width[:18]) for width in _WIDTH.findall(text)), default=0))
+def _size(values: Iterable[Any]) -> int:
+    """Characters and items within, each as often as it is there. Raises BudgetError over the limit."""
+    size, waiting = 0, list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (str, list, tuple, dict)):
+            size += len(value)
+            Budget.check_size(size)
+        if isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += [*value, *value.values()]
+    return size
+
+
+def _check_format(text: str, field: str, values: Iterable[Any]) -> None:
+    """Bounds the size of text % values, or of text.format(values): each field may be the largest."""
+    values = [part for value in values for part in (value.values() if isinstance(value, dict) else [value])]
+    largest = max((_size([value]) for value in values), default=0)
+    if _NESTED.search(text):
+        largest += max((abs(value) for value in values if isinstance(value, int)), default=0)
+    widths = sum(int(width[:18]) for width in _WIDTH.findall(text))
+    Budget.check_size(len(text) + widths + text.count(field) * largest)
+
+
+def _check_method(text: str, name: str, args: tuple[Any, ...]) -> None:
+    if name == "replace" and len(args) > 1:
+        _check_replace(text, *args)
+    elif name == "join" and args and isinstance(args[0], (list, tuple)):
+        Budget.check_size(_size(args) + len(text) * len(args[0]))
+    elif name == "expandtabs" and args and isinstance(args[0], int):
+        Budget.check_size(len(text) + text.count("\t") * args[0])
+    elif name == "translate":
+        Budget.check_size(len(text) * (1 + _size(args)))
+
+
+def _check_replace(text: object, old: object, new: object, count: int | None = None) -> None:
+    text, old, new = str(text), str(old), str(new)
+    times = text.count(old)
+    if count is not None and count >= 0:
+        times = min(times, count)
+    Budget.check_size(len(text) + times * (len(new) - len(old)))
+
+
+def _concat(parts: Iterable[str]) -> str:
+    """What a template or macro has written, as one text."""
+    kept, size = [], 0
+    for part in parts:
+        size += len(part)
+        Budget.check_size(size)
+        kept.append(part)
+    return "".join(kept)
+
+
+def _finalize(value: Any) -> Any:
+    """A value that is about to be written: [text] * 1000 is small until then."""
+    if isinstance(value, (list, tuple, dict)):
+        _size([value])
+    return value
 
 
 def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +202,39 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
+def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result is about as large as all that its arguments hold."""
+
+    @wraps(function)
+    def sized(*args: Any, **kwargs: Any) -> Any:
+        _size(args)
+        return function(*args, **kwargs)
+
+    return sized
+
+
+def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    _check_replace(text, old, new, count)
+    return str(text).replace(str(old), str(new), -1 if count is None else count)
+
+
+@pass_environment
+def _join(
+    environment: Environment, value: Iterable[Any], d: Any = "", attribute: str | int | None = None
+) -> str:
+    parts = list(value if attribute is None else map(make_attrgetter(environment, attribute), value))
+    Budget.check_size(_size(parts) + len(str(d)) * len(parts))
+    return str(d).join(map(str, parts))
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    step = len(width) if isinstance(width, str) else width
+    Budget.check_size(len(text) + step * (len(text.splitlines()) + 1))
+    return do_indent(text, width, first, blank)
+
+
 def _format(text: str, *args: Any, **kwargs: Any) -> str:
-    _check_format(str(text))
+    _check_format(str(text), "%", [*args, *kwargs.values()])
     return do_format(text, *args, **kwargs)
 
 
@@ -148,9 +247,8 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _joined(parts: list[Any]) -> str:
-    texts = [str(part) for part in parts]
-    Budget.check_size(sum(map(len, texts)))
-    return "".join(texts)
+    _size(parts)
+    return _concat(map(str, parts))
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -177,11 +275,18 @@ def _tojson(
 @cache
 def environment() -> ImmutableSandboxedEnvironment:
     made = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
-    for name in ("batch", "center", "indent", "slice"):
+    made.concat = _concat  # type: ignore[method-assign]
+    for name in ("batch", "center", "slice"):
         made.filters[name] = _bounded(made.filters[name])
-    made.filters |= {"format": _format, "tojson": _tojson, "_counted": _counted, "_joined": _joined}
+    for name in ("pprint", "string", "sum", "urlencode", "xmlattr"):
+        made.filters[name] = _sized(made.filters[name])
+    made.filters |= {"format": _format, "indent": _indent, "join": _join, "replace": _replace}
+    made.filters |= {"tojson": _sized(_tojson), "_counted": _counted, "_joined": _joined}
     del made.globals["lipsum"]  # texts of any length, in a loop of its own
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now

@@ -172,6 +172,25 @@ def test_sandbox(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("{{ '%9999999999d' % 1 }}", "parts"),
         ("{{ '%9999999999d' | format(1) }}", "parts"),
         ("{{ '{:9999999999}'.format(1) }}", "parts"),
+        ("{{ '{:{}}'.format(1, 10**10) }}", "parts"),
+        ("{{ ('{0}' * 10**4).format('x' * 10**4) }}", "parts"),
+        ("{{ '%*d' % (10**10, 1) }}", "parts"),
+        ("{{ '%*d' | format(10**10, 1) }}", "parts"),
+        ("{{ ('%999d' * 10**5) % ((1,) * 10**5) }}", "parts"),
+        ("{{ ('%(a)s' * 10**4) % {'a': 'x' * 10**4} }}", "parts"),
+        ("{{ ('x' * 10**6) | replace('x', 'y' * 10**4) }}", "parts"),
+        ("{{ ('x' * 10**6).replace('', 'y' * 10**4) }}", "parts"),
+        ("{{ ([1] * 10**6) | join('y' * 10**4) }}", "parts"),
+        ("{{ ('y' * 10**4).join(['x'] * 10**6) }}", "parts"),
+        ("{{ ('\\t' * 10**4).expandtabs(10**4) }}", "parts"),
+        ("{{ ('\\n' * 10**4) | indent(10**4, blank=true) }}", "parts"),
+        ("{{ [['x' * 10**6] * 10**6] | string }}", "parts"),
+        ("{{ ['x' * 10**6] * 10**4 }}", "parts"),
+        ("{% set s = 'x' * 10**6 %}{% for i in range(10**4) %}{{ s }}{% endfor %}", "parts"),
+        (
+            "{% macro f(s) %}{% for i in range(999) %}{{ s }}{% endfor %}{% endmacro %}{{ f('x' * 10**6) }}",
+            "parts",
+        ),
         ("{{ lipsum(n=10**9) }}", "lipsum"),
     ],
 )
@@ -195,8 +214,12 @@ def test_bounds_leave_usual_templates_alone() -> None:
         "{{ 2 ** 3 }}"
         "|{% macro f(x) %}{{ x }}{% endmacro %}{{ f(1700000000) }}|{{ '%s %d' | format('a', 1700000000) }}"
         "|{{ '{}'.format(1700000000) }}|{{ messages[0].content | center(15) }}"
+        "|{{ 'aab'.replace('a', 'x', 1) ~ 'aab' | replace('a', '') }}{{ '-'.join(['a', 'b']) }}"
+        "|{{ messages | join('+', attribute='role') }}{{ [1, none] | join }}"
+        "|{{ 'a\\nb' | indent(2) }}|{{ '%*d' % (3, 1) }}"
     )
     expected = "1True1|a1None|[1, 2]38|1700000000|a 1700000000|1700000000|  12345678901  "
+    expected += "|xabba-b|user1None|a\n  b|  1"
     assert render(source, user("12345678901")) == expected
 
 
