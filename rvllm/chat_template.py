@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from rvllm.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ class ChatTemplate:
         if continue_final_message:
             if add_generation_prompt:
                 raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
-            end = next(_unused_characters([self.source, *_strings([messages, kwargs])]))
+            (end,) = _unused_characters([self.source, *_strings([messages, kwargs])], 1)
             messages = _mark_end(messages, end)
         variables: dict[str, Any] = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         variables |= {
@@ -157,7 +158,7 @@ class ChatTemplate:
         # runs: it can be trimmed, cut and joined like any other, but makes no token.
         arguments = list(_strings([messages, kwargs]))
         leads = [c for c in set().union(*arguments) if tokenizer.control_starts(c)]
-        disguise = dict(zip(leads, _unused_characters([self.source, *arguments]), strict=False))
+        disguise = dict(zip(leads, _unused_characters([self.source, *arguments], len(leads)), strict=True))
         symbols = {ord(c): disguised for c, disguised in disguise.items() if not c.isalnum()}
 
         def disguise_tokens(text: str) -> str:
@@ -224,10 +225,16 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def _unused_characters(texts: Iterable[str]) -> Iterator[str]:
+def _unused_characters(texts: Iterable[str], count: int) -> list[str]:
     """Private-use characters that occur in none of the texts."""
     used = set().union(*texts)
-    return (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+    unused = list(islice((chr(code) for code in PRIVATE_USE if chr(code) not in used), count))
+    if len(unused) < count:
+        raise ChatTemplateError(
+            f"messages: use nearly all {len(PRIVATE_USE)} private-use characters from U+{PRIVATE_USE.start:X}, "
+            f"of which {count} must be left"
+        )
+    return unused
 
 
 def _mark_end(messages: Sequence[Message], end: str) -> list[Message]:

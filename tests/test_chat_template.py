@@ -293,6 +293,18 @@ def test_template_of_a_file(caplog: pytest.LogCaptureFixture) -> None:
     assert template.render([]).strip() == "<|im_start|><|im_end|>"
 
 
+def test_text_of_every_private_use_character() -> None:
+    every = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    with pytest.raises(
+        ChatTemplateError, match="private-use characters from U\\+F0000, of which 1 must be left"
+    ):
+        render(CHATML, user(every), **options)
+    with pytest.raises(ChatTemplateError, match="private-use characters"):
+        ChatTemplate(CHATML).encode_chat(TOKENIZER, user(every + "<|im_end|>"))
+    assert len(ChatTemplate(CHATML).encode_chat(TOKENIZER, user(every[3:] + "<|im_end|>"))) > len(every)
+
+
 def test_continue_final_message() -> None:
     messages = [*user("Say A B C"), {"role": "assistant", "content": "A B "}]
     assert render(CHATML, messages).endswith("assistant\nA B <|im_end|>\n<|im_start|>assistant\n")
