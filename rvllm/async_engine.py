@@ -25,6 +25,7 @@ from rvllm.sampling_params import SamplingParams
 logger = logging.getLogger("rvllm")
 
 _PREPARE_THREADS = 2
+_MAX_FAILED_STEPS = 3  # in a row: whatever is wrong then is not with the requests
 _IDLE_SECONDS = 1.0  # after which the books of an idle engine are checked
 
 
@@ -41,7 +42,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class EngineDeadError(RuntimeError):
-    """A step failed, and with it the engine thread."""
+    """The step that computed the request failed, or so many that the engine thread has ended."""
 
 
 class AsyncEngine:
@@ -49,7 +50,8 @@ class AsyncEngine:
 
     max_queue: requests that may wait beside the max_num_seqs that run; a request counts once for each choice.
     aging_seconds: a waiting request gains one level of priority in this time, so that none waits for ever.
-    The engine belongs to the thread from start() on; a step that fails ends the thread and all requests.
+    The engine belongs to the thread from start() on. A step that fails ends the requests it computed;
+    several in a row end the thread and all requests.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class AsyncEngine:
         self._is_dead = False
         self._error: BaseException | None = None
 
+        self._num_failed_steps = 0  # in a row
         self._stats = engine.stats
         self._thread: threading.Thread | None = None
         self._embedding_numbers = itertools.count()
@@ -341,7 +344,19 @@ class AsyncEngine:
 
     def _step(self) -> None:
         start = time.monotonic()
-        outputs = self.engine.step()
+        is_busy = self.engine.has_unfinished
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            self._num_failed_steps += 1
+            if self._num_failed_steps == _MAX_FAILED_STEPS:
+                raise
+            logger.exception("a step has failed, and with it the requests that it computed")
+            self._stats = self.engine.stats
+            self._fail_dropped(partial(EngineDeadError, _dead(error)))
+            return
+        if is_busy:
+            self._num_failed_steps = 0
         self._stats = self.engine.stats
         self._rate.add_busy(time.monotonic() - start)
         self._deliver(outputs)
@@ -352,6 +367,7 @@ class AsyncEngine:
         if stream.is_closed:
             return
         self.engine.submit(group)
+        stream.is_queued = True
         if stream.abort_reason is not None:
             self._abort(stream, stream.abort_reason)
 
@@ -394,15 +410,28 @@ class AsyncEngine:
                     emptied.set_result(None)
             self._emptied.clear()
 
+    def _fail_dropped(self, make_error: Callable[[], Exception]) -> None:
+        """Ends the requests that the engine has dropped; those still to be submitted are none of them."""
+        with self._lock:
+            streams = list(self._streams.values())
+        self._fail(
+            [s for s in streams if s.is_queued and not self.engine.has_request(s.request_id)], make_error
+        )
+
     def _fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Ends whatever still waits for the engine thread, which is gone."""
+        with self._lock:
+            streams = list(self._streams.values())
+            self._commands.clear()
+        self._fail(streams, make_error)
+
+    def _fail(self, streams: Iterable[RequestStream], make_error: Callable[[], Exception]) -> None:
         woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         with self._lock:
-            for stream in list(self._streams.values()):
+            for stream in streams:
                 stream.error = make_error()
                 woken.setdefault(stream.loop, []).append(stream)
                 self._drop(stream)
-            self._commands.clear()
         for loop, sleepers in woken.items():
             wake(loop, sleepers)
 

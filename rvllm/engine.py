@@ -242,6 +242,10 @@ class LLMEngine:
             group.inbox.append(output)
         return output
 
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request is queued or runs."""
+        return request_id in self._groups
+
     @property
     def has_unfinished(self) -> bool:
         """Whether step() has anything left to do or to return."""

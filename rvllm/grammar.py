@@ -112,7 +112,11 @@ class GrammarState:
         """
         self.prepare()
         if self._future is not None:
-            self._future.result()
+            try:
+                self._future.result()
+            except Exception as error:  # it must not end the other requests of the step
+                self.error = f"structured output: {type(error).__name__}: {_one_line(str(error))}"
+                self._words.fill(0)
         return self._words
 
     def advance(self, token_id: int) -> None:

@@ -37,6 +37,7 @@ class RequestStream:
         "error",
         "event",
         "is_closed",
+        "is_queued",
         "is_submitted",
         "last_token",
         "loop",
@@ -54,6 +55,7 @@ class RequestStream:
         self.output: RequestOutput | None = None
         self.error: Exception | None = None
         self.is_submitted = False
+        self.is_queued = False  # the engine has it, or has had it
         self.is_closed = False  # the engine has no more to do for it
         self.abort_reason: str | None = None  # what it was aborted with while its prompt was being encoded
         self.arrival = time.monotonic()

@@ -412,8 +412,11 @@ def test_death_of_the_thread_reaches_everybody() -> None:
             await anext(read)
             tasks = [asyncio.create_task(collect(engine.generate(f"r{i}", [5], ENDLESS))) for i in range(5)]
             await until(lambda: engine.num_waiting == 4)
-            assert isinstance(llm_engine.runner, FakeRunner)
-            llm_engine.runner.fail_at = len(llm_engine.runner.steps) + 5
+
+            def fail(scheduled: object) -> None:
+                raise RuntimeError("the device is gone")
+
+            llm_engine.runner.run = fail  # type: ignore[assignment, method-assign]
             for error in await asyncio.gather(*tasks, return_exceptions=True):
                 assert isinstance(error, EngineDeadError)
                 assert str(error) == "the engine has failed: RuntimeError: the device is gone"
@@ -424,6 +427,26 @@ def test_death_of_the_thread_reaches_everybody() -> None:
             with pytest.raises(EngineDeadError, match="the device is gone"):
                 await collect(engine.generate("late", [5], SHORT))
             await engine.drain(None)  # nothing is left to wait for
+
+    drive(main)
+
+
+def test_a_step_that_fails_ends_its_own_requests_alone() -> None:
+    async def main() -> None:
+        llm_engine = make_engine(4096, context_length=8192, max_num_seqs=2)
+        with running(llm_engine) as engine:
+            tasks = [asyncio.create_task(collect(engine.generate(f"r{i}", [5 + i], SHORT))) for i in range(6)]
+            assert isinstance(llm_engine.runner, FakeRunner)
+            llm_engine.runner.fail_at = 1
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            ran = {int(request_id[1:]) for request_id, _, _ in llm_engine.runner.steps[1]}
+            for i, result in enumerate(results):
+                if i in ran:
+                    assert isinstance(result, EngineDeadError)
+                else:
+                    assert isinstance(result, RequestOutput)
+                    assert result.outputs[0].token_ids == tokens_alone([5 + i], 8)
+            assert engine.is_ready
 
     drive(main)
 

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from server_client import TinyServer, error_of, make_llm, wait_until
 
 from rvllm import LLM
+from rvllm.grammar import GrammarState
 from rvllm.server import security
 from rvllm.server.app import create_app
 from rvllm.server.logs import QuietHandler, logfmt
@@ -199,7 +200,7 @@ def test_health_while_loading_ready_draining_and_dead(llm: LLM) -> None:
         assert error_of(server.post(PATH, prompt="x"), 503)["code"] == "shutting_down"
 
 
-def test_the_engines_death_is_a_500_for_all_and_fails_the_health(
+def test_steps_that_fail_in_a_row_are_the_engines_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_server(make_llm(tmp_path)) as server:
@@ -208,12 +209,52 @@ def test_the_engines_death_is_a_500_for_all_and_fails_the_health(
             raise RuntimeError("out of order")
 
         monkeypatch.setattr(server.llm.engine.runner, "run", fail)
-        calls = [("POST", PATH, {"json": {"prompt": "x", "stream": stream}}) for stream in (False, True)]
-        for response in server.requests(calls):
-            assert "out of order" in error_of(response, 500)["message"]
+        for stream in (False, True, False):
+            assert server.request("GET", "/health").status_code == 200
+            error = error_of(server.post(PATH, prompt="x", stream=stream), 500)
+            assert "out of order" in error["message"]
+            server.assert_idle()
         error_of(server.post(PATH, prompt="x"), 500)
         health = server.request("GET", "/health")
         assert (health.status_code, health.json()["status"]) == (503, "dead")
+
+
+def test_a_step_that_fails_ends_its_own_requests_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_server(llm) as server:
+        runner, failed = server.llm.engine.runner, []
+        run = runner.run
+
+        def fail_once(scheduled: list[Any]) -> Any:
+            if not failed:
+                failed.append(len(scheduled))
+                raise RuntimeError("out of order")
+            return run(scheduled)
+
+        monkeypatch.setattr(runner, "run", fail_once)
+        for _ in range(3):  # with steps that succeed in between, the engine never dies
+            failed.clear()
+            assert "out of order" in error_of(server.post(PATH, prompt="x"), 500)["message"]
+            assert server.request("GET", "/health").status_code == 200
+            server.ok(PATH, prompt="x", max_tokens=2)
+        failed.clear()
+        calls = [("POST", PATH, {"json": {"prompt": "x", "max_tokens": 2}})] * 12
+        codes = [response.status_code for response in server.requests(calls)]
+        assert codes.count(500) == failed[0] and codes.count(200) == 12 - failed[0]
+        server.assert_idle()
+
+
+def test_a_grammar_that_fails_ends_its_own_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: GrammarState) -> None:
+        raise MemoryError("no room\nfor it")
+
+    monkeypatch.setattr(GrammarState, "_compute", fail)
+    with make_server(llm) as server:
+        bodies = [{"grammar": 'root ::= "a"'}, {}]
+        calls = [("POST", PATH, {"json": {"prompt": "x", "max_tokens": 8, **body}}) for body in bodies]
+        failed, good = server.requests(calls)
+        assert "MemoryError: no room" in error_of(failed, 500)["message"]
+        assert good.status_code == 200 and server.request("GET", "/health").status_code == 200
+        server.assert_idle()
 
 
 def metric(server: TinyServer, name: str) -> float:
