@@ -389,3 +389,32 @@ def test_the_examples_of_the_documentation_run(smollm2_path: Path) -> None:
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(examples) == 2
     exec("\n".join(examples), {})
+
+
+# --- How complex a grammar may become
+
+
+def test_large_schemas_are_within_the_limit() -> None:
+    kinds: list[tuple[dict[str, Any], Any]] = [
+        ({"type": "string", "maxLength": 800}, "some words " * 70),
+        ({"type": "integer", "minimum": 0, "maximum": 100_000}, 77_777),
+        ({"enum": [f"value {i}" for i in range(12)]}, "value 7"),
+        ({"type": "string", "format": "date-time"}, "2024-05-06T10:11:12Z"),
+        ({"type": "array", "items": {"type": "number"}, "maxItems": 9}, [1.5, -3e5]),
+    ]
+    names = [f"property_{i}" for i in range(40)]
+    schema = obj({name: kinds[i % 5][0] for i, name in enumerate(names)})
+    answer = {name: kinds[i % 5][1] for i, name in enumerate(names)}
+    assert matches(StructuredOutput(json_schema=schema), json.dumps(answer))
+    schema = obj({"text": {"type": "string", "maxLength": 4000}})
+    assert matches(StructuredOutput(json_schema=schema), json.dumps({"text": "hello world " * 330}))
+
+
+def test_an_answer_that_makes_too_many_states_ends() -> None:
+    state = compiler().compile(StructuredOutput(regex="(a|b)*a(a|b){24}c"))
+    letters = np.random.default_rng(1).integers(ord("a"), ord("c"), 20_000)
+    for letter in letters.tolist():
+        if not allowed_ids(state):
+            break
+        state.advance(letter)
+    assert state.error is not None and "too many states: 20000" in state.error
