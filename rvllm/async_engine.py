@@ -17,7 +17,7 @@ from functools import partial
 
 from rvllm.engine import EngineStats, LLMEngine
 from rvllm.finishing_rate import FinishingRate
-from rvllm.request import RequestOutput
+from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.request_group import RequestGroup
 from rvllm.request_stream import EngineObserver, RequestStream, observe, wake
 from rvllm.sampling_params import SamplingParams
@@ -218,12 +218,17 @@ class AsyncEngine:
         try:
             # All that wait age at the same rate, so their order is known when they arrive.
             late = (stream.arrival - self._start_time) / self._aging_seconds
-            group = await stream.loop.run_in_executor(self._workers, self._prepare, prepare, priority + late)
-            self._post(partial(self._submit, stream, group))
+            preparing = stream.loop.run_in_executor(self._workers, self._prepare, prepare, priority + late)
+            try:
+                group = await asyncio.wait_for(preparing, timeout)
+            except asyncio.TimeoutError:
+                self._post(partial(self._deliver, [_timed_out(stream)]))
+            else:
+                self._post(partial(self._submit, stream, group))
+                if timeout is not None:
+                    expire = partial(self._post_abort, stream, "timeout")
+                    timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
             stream.is_submitted = True
-            if timeout is not None:
-                expire = partial(self._post_abort, stream, "timeout")
-                timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
             finished = False
             while not finished:
                 output = await self._take(stream)
@@ -443,6 +448,14 @@ def _check(priority: object, timeout: object) -> None:
         return
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
+
+
+def _timed_out(stream: RequestStream) -> RequestOutput:
+    """The end of a request whose prompt took too long to encode."""
+    choices = [
+        CompletionOutput(i, "", [], None, None, finish_reason="timeout") for i in range(stream.num_choices)
+    ]
+    return RequestOutput(stream.request_id, None, [], 0, choices, finished=True)
 
 
 def _dead(error: BaseException | None) -> str:

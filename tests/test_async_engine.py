@@ -431,6 +431,31 @@ def test_death_of_the_thread_reaches_everybody() -> None:
     drive(main)
 
 
+def test_the_time_runs_while_a_prompt_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    observer, gate = Observer(), threading.Event()
+
+    async def main() -> None:
+        with running(observer=observer) as engine:
+            prepare = engine.engine.prepare
+
+            def slow(*arguments: Any) -> Any:
+                gate.wait()
+                return prepare(*arguments)
+
+            monkeypatch.setattr(engine.engine, "prepare", slow)
+            params = SamplingParams(n=2, max_tokens=8)
+            try:
+                output = await collect(engine.generate("a", [5], params, timeout=0.01))
+            finally:
+                gate.set()
+            assert [choice.finish_reason for choice in output.outputs] == ["timeout"] * 2
+            assert observer.finished == [("timeout", 0, 0)]
+            assert (await collect(engine.generate("a", [5], SHORT, timeout=1e6))).finished
+            assert engine.num_waiting == 0
+
+    drive(main)
+
+
 def test_a_step_that_fails_ends_its_own_requests_alone() -> None:
     async def main() -> None:
         llm_engine = make_engine(4096, context_length=8192, max_num_seqs=2)
