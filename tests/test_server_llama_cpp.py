@@ -73,6 +73,20 @@ def test_prompts_of_text_ids_and_both(server: TinyServer) -> None:
     assert len(server.ok(PATH, prompt="x", n_cmpl=3, n_predict=1)) == 3
 
 
+def test_texts_that_cannot_fit_are_refused_without_encoding_them(
+    server: TinyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "x" * (server.model.max_prompt_chars + 1)
+
+    def fail(self: object, *arguments: object, **options: object) -> None:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(type(server.llm.tokenizer), "encode", fail)
+    for prompt in ([65, long], [[65, long]], [long]):
+        assert server.refused(PATH, prompt=prompt)["code"] == "context_length_exceeded"
+    assert "logit_bias" in server.refused(PATH, prompt="x", logit_bias=[[long, 1]])["message"]
+
+
 def test_logit_bias_in_all_its_forms(server: TinyServer) -> None:
     for bias in ([[66, 100]], [["B", 100]], {"66": 100}, {"B": 100}):
         assert server.ok(PATH, prompt="x", n_predict=3, logit_bias=bias)["content"] == "BBB"

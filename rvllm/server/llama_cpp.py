@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -101,6 +102,8 @@ class LlamaCompletionRequest(SamplingFields):
                     f"logit_bias: {pair!r:.100} is no pair of a token and a number", "logit_bias"
                 )
             key, bias = pair
+            if isinstance(key, str):
+                model.check_length(key, "logit_bias")
             is_id = isinstance(key, int) or re.fullmatch(r"-?[0-9]{1,20}", key)
             for token_id in [int(key)] if is_id else model.tokenizer.encode(key, add_special_tokens=False):
                 biases[token_id] = BANNED if bias is False else bias
@@ -117,6 +120,7 @@ class LlamaCompletionRequest(SamplingFields):
 
 def _join(parts: Any, model: ServedModel) -> list[int]:
     """Ids of a prompt that mixes ids and texts; only the first text can begin with BOS."""
+    model.check_length("".join(part for part in parts if isinstance(part, str)))
     ids: list[int] = []
     for part in parts:
         if isinstance(part, int):
@@ -134,11 +138,12 @@ async def create_llama_completion(
 ) -> Response:
     """Goes on from a prompt; several prompts, or n_cmpl, give a list."""
     model.check_name(body.model)
-    params = body.to_sampling_params(model)
+    # Long texts take a while to encode, which others must not wait for.
+    params = await asyncio.to_thread(body.to_sampling_params, model)
     if body.t_max_predict_ms is not None and body.t_max_predict_ms <= 0:
         body.t_max_predict_ms = None  # llama.cpp's "no limit"
     timeout = None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3
-    prompts = body.prompts(model)
+    prompts = await asyncio.to_thread(body.prompts, model)
     generation = Generation(request, model, new_id("cmpl-"), prompts, params, body.priority, timeout)
     answer = LlamaAnswer(body, generation)
     if body.stream:

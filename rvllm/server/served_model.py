@@ -60,11 +60,11 @@ class ServedModel:
                 404, f"the model {name[:200]!r} does not exist; served: {served}", "model", "model_not_found"
             )
 
-    def check_length(self, prompt: str | Sequence[int]) -> None:
+    def check_length(self, prompt: str | Sequence[int], field: str = "prompt") -> None:
         """Raises APIError for a text that cannot fit, without encoding it."""
         if isinstance(prompt, str) and len(prompt) > self.max_prompt_chars:
             raise bad_request(
-                f"the prompt has {len(prompt)} characters, more than max_model_len {self.max_model_len} tokens can "
+                f"the {field} has {len(prompt)} characters, more than max_model_len {self.max_model_len} tokens can "
                 "hold",
                 code="context_length_exceeded",
             )

@@ -46,8 +46,10 @@ async def tokenize(
     if len(given) != 1:
         raise bad_request(f"one of prompt, content and messages is needed, got {len(given)}", "prompt")
     ids = await (_chat_ids(body, model) if given == ["messages"] else _text_ids(body, model))
-    pieces = [model.tokenizer.token_text(token_id) for token_id in ids]
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
+    if not (body.with_pieces or body.return_token_strs):
+        return answer
+    pieces = await asyncio.to_thread(lambda: [model.tokenizer.token_text(token_id) for token_id in ids])
     if body.with_pieces:
         answer["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
     if body.return_token_strs:
