@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CACHE_SIZE = 32  # compiled grammars that are kept
 _NUM_THREADS = 2
 _STACK_BYTES = 64 << 20  # the compiler recurses
-_MAX_LEXER_STATES = 20_000  # of 1 to 2 kB, in each request; a string of maxLength 4,000 needs more than half
+_MAX_LEXER_STATES = 20_000  # of 1 to 2 kB, in each request; a limited string takes up to 9 a character
 _MAX_MESSAGE = 300
 
 

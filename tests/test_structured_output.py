@@ -407,7 +407,7 @@ def test_large_schemas_are_within_the_limit() -> None:
     answer = {name: kinds[i % 5][1] for i, name in enumerate(names)}
     assert matches(StructuredOutput(json_schema=schema), json.dumps(answer))
     schema = obj({"text": {"type": "string", "maxLength": 4000}})
-    assert matches(StructuredOutput(json_schema=schema), json.dumps({"text": "hello world " * 330}))
+    assert matches(StructuredOutput(json_schema=schema), json.dumps({"text": "hello world " * 165}))
 
 
 def test_an_answer_that_makes_too_many_states_ends() -> None:
