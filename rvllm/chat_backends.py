@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rvllm.chat_session import ChatDelta, ChatError, ChatTooLongError, Message
 from rvllm.sampling_params import SamplingParams
@@ -112,9 +112,9 @@ class ServerChat:
     """
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ChatError(f"{url!r} is no URL such as http://localhost:8000")
+        parts = _split_url(url)
+        if api_key and (not api_key.isprintable() or max(api_key) > "\xff"):  # what no header can hold
+            raise ChatError("the API key must be one line of printable Latin-1 characters")
         self._url = url
         self._parts = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -231,6 +231,19 @@ class ServerChat:
         except (OSError, http.client.HTTPException) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ChatError(f"{self._url}: {reason or type(error).__name__}") from None
+
+
+def _split_url(url: str) -> SplitResult:
+    """Raises ChatError if the URL is not one that http.client can ask."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host = (parts.hostname or "").encode("idna")
+        valid = parts.scheme in ("http", "https") and host and parts.port != 0 and parts.path.isascii()
+    except ValueError:  # of the host's brackets or labels, or of the port
+        valid = False
+    if not valid:
+        raise ChatError(f"{url!r} is no URL such as http://localhost:8000")
+    return parts
 
 
 def _request_fields(params: SamplingParams) -> dict[str, Any]:

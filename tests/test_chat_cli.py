@@ -334,6 +334,18 @@ def test_pipe_with_mistakes_goes_on(chat: Callable[..., Run]) -> None:
     ("argv", "words"),
     [
         (["--url", "ftp://x"], ["'ftp://x'", "http://localhost:8000"]),
+        *[
+            (["--url", url], [repr(url), "is no URL such as http://localhost:8000"])
+            for url in (
+                "http://[::1",
+                "http://x:99999",
+                "http://x:0",
+                "x:a",
+                "http://a..b",
+                "http://x/\u00e9",
+            )
+        ],
+        *[(["--url", "http://x", "--api-key", key], ["API key", "one line"]) for key in ("a\nb", "\u20ac")],
         (["--url", "http://localhost:1", "-t", "2"], ["--threads", "--url"]),
         (["--url", "http://localhost:1"], ["http://localhost:1", "refused"]),
         (["--api-key", "x"], ["--api-key", "--url"]),
