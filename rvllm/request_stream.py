@@ -17,8 +17,8 @@ class EngineObserver(Protocol):
 
     def on_step(self, stats: EngineStats) -> None: ...
 
-    def on_first_token(self, seconds: float) -> None:
-        """A request's first token came `seconds` after the request."""
+    def on_first_token(self, seconds: float, n: int) -> None:
+        """A request's first n tokens, one for each choice at most, came `seconds` after the request."""
 
     def on_tokens(self, itl_seconds: float, n: int) -> None:
         """n tokens came, each itl_seconds after the one before it in its request."""
@@ -88,7 +88,7 @@ def observe(
             if stream.last_token:
                 gaps[stream.last_token] += count
             else:
-                observer.on_first_token(now - stream.arrival)
+                observer.on_first_token(now - stream.arrival, count)
             stream.last_token = now
             stream.num_tokens += count
         if output.finished:

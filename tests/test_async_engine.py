@@ -67,7 +67,7 @@ class Observer:
     def on_step(self, stats: EngineStats) -> None:
         self.stats = stats
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, n: int) -> None:
         self.first_tokens.append(seconds)
 
     def on_tokens(self, itl_seconds: float, n: int) -> None:

@@ -271,6 +271,9 @@ def test_metrics_have_vllms_names(server: TinyServer) -> None:
     server.ok(PATH, prompt="one", max_tokens=4, ignore_eos=True)
     server.assert_idle()
     assert [metric(server, name) - before[name] for name in names] == [3, 4, 1, 1, 3, 1]
+    server.ok(PATH, prompt="one", max_tokens=4, ignore_eos=True, n=3)
+    server.assert_idle()
+    assert metric(server, names[1]) - before[names[1]] == 4 + 12
     text = server.request("GET", "/metrics").text
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
                  "prefix_cache_hits_total", "num_preemptions_total"):  # fmt: skip

@@ -90,9 +90,9 @@ class Metrics:
     def on_step(self, stats: EngineStats) -> None:
         pass
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, n: int) -> None:
         self._first_token.observe(seconds)
-        self._generation_total.labels(**self._labels).inc()
+        self._generation_total.labels(**self._labels).inc(n)
 
     def on_tokens(self, itl_seconds: float, n: int) -> None:
         for _ in range(n):
