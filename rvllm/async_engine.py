@@ -45,6 +45,10 @@ class EngineDeadError(RuntimeError):
     """The step that computed the request failed, or so many that the engine thread has ended."""
 
 
+class EmbeddingError(RuntimeError):
+    """A prompt's embedding is not made of finite numbers."""
+
+
 class AsyncEngine:
     """Answers requests from any number of coroutines, on one engine thread.
 
@@ -151,7 +155,7 @@ class AsyncEngine:
     async def embed(self, prompts: Iterable[str | Sequence[int]]) -> list[tuple[list[float], int]]:
         """Each prompt's embedding and number of tokens, computed beside whatever else runs.
 
-        Raises as generate() does, and RuntimeError for a model whose hidden states are not finite numbers.
+        Raises as generate() does, and EmbeddingError for a model whose hidden states are not finite numbers.
         """
         room = asyncio.Semaphore(self.engine.scheduler.max_num_seqs)  # more would not be faster
         first = next(self._embedding_numbers)
@@ -162,8 +166,10 @@ class AsyncEngine:
             async with room:
                 outputs = [output async for output in self._follow(request_id, 1, prepare)]
             completion = outputs[-1].outputs[0]
+            if completion.error is not None:
+                raise EmbeddingError(completion.error)
             if completion.embedding is None:
-                raise RuntimeError(completion.error or "the engine is draining: it has dropped the prompt")
+                raise EngineStoppedError("the engine is draining: it has dropped the prompt")
             return completion.embedding, len(outputs[-1].prompt_token_ids)
 
         tasks = [asyncio.ensure_future(embed_one(i, prompt)) for i, prompt in enumerate(prompts)]

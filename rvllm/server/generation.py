@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 
-from rvllm.async_engine import EngineDeadError, EngineStoppedError, QueueFullError
+from rvllm.async_engine import EmbeddingError, EngineDeadError, EngineStoppedError, QueueFullError
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.errors import APIError, bad_request, from_value_error
@@ -219,6 +219,8 @@ def api_error(error: Exception) -> APIError:
         )
     if isinstance(error, EngineDeadError):
         return APIError(500, f"the engine has failed: {error}", code="engine_dead")
+    if isinstance(error, EmbeddingError):
+        return APIError(500, f"the engine failed: {error}")
     if isinstance(error, ValueError):
         return from_value_error(error)
     raise error
