@@ -13,6 +13,7 @@ import pytest
 from server_client import TinyServer, make_llm
 
 from rvllm import LLM, SamplingParams
+from rvllm.request import CompletionOutput, RequestOutput
 
 PATH = "/v1/completions"
 PROMPT = "The capital of France"
@@ -184,3 +185,30 @@ def test_bad_inputs_are_refused(server: TinyServer, fields: dict[str, Any], para
     error = server.refused("/v1/embeddings", **{"input": "x", **fields})
     assert param is None or error["param"] == param
     assert server.ok("/v1/embeddings", input="x", dimensions=64, user="me")["data"]
+
+
+def test_streams_have_prompt_logprobs_in_their_first_chunk(server: TinyServer) -> None:
+    body = {"max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 1}
+    chat = {**body, "messages": [{"role": "user", "content": "hi"}], "n": 2}
+    first, *others = server.events("/v1/chat/completions", **chat)
+    assert first["prompt_logprobs"] == server.ok("/v1/chat/completions", **chat)["prompt_logprobs"]
+    assert all("prompt_logprobs" not in chunk for chunk in others)
+    hidden = {**body, "prompt": "hi", "logit_bias": {"200": 100}}  # a byte that is no text by itself
+    whole = server.ok("/v1/completions", **hidden)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in server.events("/v1/completions", **hidden)]
+    found = [choice["prompt_logprobs"] for choice in chunks if "prompt_logprobs" in choice]
+    assert found == [whole["prompt_logprobs"]]
+
+
+def test_an_embedding_that_is_dropped_or_no_number_has_an_error_object(
+    server: TinyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = [(None, 503, "shutting down"), ("not finite", 500, "not finite")]
+    for reason, status, message in outcomes:
+        completion = CompletionOutput(0, "", [], None, None, finish_reason="abort", error=reason)
+
+        async def follow(*arguments: Any, _completion: CompletionOutput = completion) -> Any:
+            yield RequestOutput("a", None, [1], 0, [_completion], finished=True)
+
+        monkeypatch.setattr(server.engine, "_follow", follow)
+        assert message in server.refused("/v1/embeddings", status, input="x")["message"]

@@ -131,8 +131,9 @@ class ChatAnswer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         try:
             for index in range(self.generation.params.n):
-                role = {"role": "assistant", "content": ""}
-                yield self._chunk({"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+                delta = {"role": "assistant", "content": ""}
+                choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield self._chunk(choice, is_first=index == 0)
             async for _, result in self.generation:
                 for completion in result.outputs:
                     for chunk in self._chunks(completion):
@@ -181,8 +182,10 @@ class ChatAnswer:
         entries = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, num_top)
         return {"content": entries, "refusal": None}
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: dict[str, Any], is_first: bool = False) -> bytes:
         chunk = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        if is_first and self.body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = prompt_logprobs(self.generation.results[0].prompt_logprobs)
         if self.body.include_usage:
             chunk["usage"] = self.generation.usage() if self.body.continuous_usage else None
         if self.body.timings_per_token:

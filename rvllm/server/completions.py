@@ -112,7 +112,8 @@ class CompletionAnswer:
             async for i, output in self.generation:
                 for completion in output.outputs:
                     choice = self._choice(i, output, completion)
-                    if choice["text"] or choice["logprobs"] or choice["finish_reason"] is not None:
+                    has_news = choice["text"] or choice["logprobs"] or "prompt_logprobs" in choice
+                    if has_news or choice["finish_reason"] is not None:
                         yield event(self._chunk([choice]))
             if self.body.include_usage:
                 yield event({**self._head, "choices": [], "usage": self._usage()})

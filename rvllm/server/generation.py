@@ -246,4 +246,5 @@ def _empty_output(first: RequestOutput, n: int) -> RequestOutput:
         num_cached_tokens=first.num_cached_tokens,
         outputs=[CompletionOutput(i, "", [], None, None) for i in range(n)],
         finished=False,
+        prompt_logprobs=first.prompt_logprobs,
     )
