@@ -194,6 +194,13 @@ def test_continuous_usage_and_timings(server: TinyServer) -> None:
     )
 
 
+def test_unknown_stream_options_are_named(server: TinyServer) -> None:
+    options = {"include_obfuscation": True}
+    error = server.refused(PATH, prompt="x", stream=True, stream_options=options)
+    assert error["param"] == "stream_options.include_obfuscation"
+    assert server.events(PATH, prompt="x", max_tokens=1, stream_options={"include_obfuscation": False})
+
+
 def test_stream_options_need_a_stream(server: TinyServer) -> None:
     assert (
         server.refused(PATH, prompt="x", stream_options={"include_usage": True})["param"] == "stream_options"

@@ -120,6 +120,12 @@ def test_responses_take_items_tools_and_logprobs(client: openai.OpenAI) -> None:
         ({"include": ["reasoning.encrypted_content"]}, "include"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"truncation": "auto"}, "truncation"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"reasoning": {"generate_summary": "auto"}}, "reasoning.generate_summary"),
+        (
+            {"tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}]},
+            "tools.0.function.strict",
+        ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
 )

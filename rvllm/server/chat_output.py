@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rvllm.reasoning_parser import ReasoningParser, find_markers, is_thinking
 from rvllm.server.chat_prompt import ChatPrompt, NamedTool
-from rvllm.server.errors import bad_request
+from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.served_model import ServedModel
 from rvllm.structured_output import StructuredOutput
 from rvllm.tool_choice import forced_calls
@@ -65,6 +65,12 @@ class TurnFormat:
         names = tuple(tool.function.name for tool in prompt.tools)
         is_parallel = parallel is not False
         if choice in (None, "auto"):
+            for i, tool in enumerate(prompt.tools):
+                if tool.function.strict:
+                    raise unsupported(
+                        f"tools.{i}.function.strict",
+                        "arguments follow the schema where tool_choice forces a call",
+                    )
             return cls(marks, thinks, find_format(source), names, is_parallel)
         name = choice.function.name if isinstance(choice, NamedTool) else None
         after = marks[1] if marks is not None and thinks else None

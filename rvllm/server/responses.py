@@ -17,7 +17,7 @@ from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.responses_input import chat_tool_choice, chat_tools, input_messages
 from rvllm.server.responses_output import ResponseOutput
-from rvllm.server.schemas import SamplingFields, body_schema, json_body, one_of
+from rvllm.server.schemas import SamplingFields, body_schema, json_body, one_of, refuse_extra
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import EventStream, while_connected
 
@@ -73,6 +73,8 @@ class ResponsesRequest(SamplingFields):
     def chat_prompt(self) -> ChatPrompt:
         if self.reasoning is not None and self.reasoning.summary is not None:
             raise unsupported("reasoning.summary", "reasoning is given as it is")
+        refuse_extra("reasoning", self.reasoning)
+        refuse_extra("text", self.text, verbosity="medium")
         return ChatPrompt(
             messages=input_messages(self.instructions, self.input),
             tools=chat_tools(self.tools),

@@ -105,8 +105,15 @@ def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[
     return list(prompts)
 
 
+def refuse_extra(where: str, value: BaseModel | None, **harmless: object) -> None:
+    """Raises APIError naming a field of a nested object that is not offered, unless its value asks for nothing."""
+    for name, extra in ((value and value.model_extra) or {}).items():
+        if extra is not None and extra != harmless.get(name):
+            raise unsupported(f"{where}.{name[:64]}")
+
+
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -218,6 +225,7 @@ class OpenAIFields(SamplingFields):
     def check_stream_options(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options is only allowed with stream: true", "stream_options")
+        refuse_extra("stream_options", self.stream_options, include_obfuscation=False)
 
 
 _SAMPLING_FIELDS = (
