@@ -40,17 +40,18 @@ def test_linear_passes_on_any_element(isa: str, value: float, name: str) -> None
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_attention_passes_on_any_element(isa: str, value: float, which: str) -> None:
-    context, heads, dim = 300, 2, 40
+@pytest.mark.parametrize("kv_type", _core.KVType.__members__.values(), ids=lambda t: t.name)
+def test_attention_passes_on_any_element(isa: str, value: float, which: str, kv_type: _core.KVType) -> None:
+    context, heads, dim = 300, 2, 64
     backend = _core.CpuBackend(1, isa)
     slots = np.arange(context)
     for at in (0, 17, 255, 256, 299):
-        for d in (0, 15, 39):
+        for d in (0, 31, 63):
             arrays = {name: normal(context, heads * dim, seed=i) for i, name in enumerate("qkv")}
             arrays[which][at, dim + d] = value  # in the second head
             out = ops.attention(
                 backend, *arrays.values(), slots, slots, np.array([0, context]), np.array([context]),
-                np.arange(-(-context // 16))[None], 20, 16, heads, heads,
+                np.arange(-(-context // 16))[None], 20, 16, heads, heads, kv_type=kv_type,
             )  # fmt: skip
             out = out.reshape(context, heads, dim)
             assert np.isfinite(out[:, 0]).all()

@@ -48,12 +48,15 @@ constexpr int64_t matrix_bytes(int head_dim, int block_size) {
   return kv_matrix_bytes(Cache::kType, head_dim, block_size);
 }
 
+// An infinite key would pass for one that is merely far away.
+inline float finite_or_nan(float x) { return x - x == 0.0f ? x : __builtin_nanf(""); }
+
 inline void store_elements(CacheF32, const float* x, int n, float* out, int stride) {
-  for (int i = 0; i < n; ++i) out[int64_t(i) * stride] = x[i];
+  for (int i = 0; i < n; ++i) out[int64_t(i) * stride] = finite_or_nan(x[i]);
 }
 
 inline void store_elements(CacheBF16, const float* x, int n, uint16_t* out, int stride) {
-  for (int i = 0; i < n; ++i) out[int64_t(i) * stride] = to_bf16(x[i]);
+  for (int i = 0; i < n; ++i) out[int64_t(i) * stride] = to_bf16(finite_or_nan(x[i]));
 }
 
 inline void store_elements(CacheF16, const float* x, int n, uint16_t* out, int stride) {
