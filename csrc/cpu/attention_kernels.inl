@@ -80,7 +80,7 @@ inline void store_elements(CacheQ8, const float* x, int n, int8_t* out, int stri
     }
     const bool finite = poison == 0.0f;
     const float inverse = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
-    scales[int64_t(d / kKVScaleBlock) * scale_stride] = finite ? largest / 127.0f : poison;
+    scales[int64_t(d / kKVScaleBlock) * scale_stride] = finite ? largest / 127.0f : __builtin_nanf("");  // one NaN everywhere
     for (int i = 0; i < count; ++i)
       out[int64_t(d + i) * stride] = finite ? int8_t(__builtin_rintf(x[d + i] * inverse)) : int8_t(0);
   }
