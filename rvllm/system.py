@@ -42,7 +42,8 @@ def _page_cache(directory: Path) -> int:
     """Bytes of files in a control group's memory: counted as used, but given up when they are needed."""
     words = _read_words(directory / "memory.stat")
     values = dict(zip(words[::2], words[1::2], strict=False))
-    total = "total_" if "total_inactive_file" in values else ""  # version 1 has those of the groups below apart
+    # Version 1 has those of the groups below apart.
+    total = "total_" if "total_inactive_file" in values else ""
     return sum(int(values.get(f"{total}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 

@@ -148,8 +148,8 @@ def test_trace_nests_steps_native_calls_operations_and_work(profiled: LLM, tmp_p
     slices = [event for event in events if event["ph"] == "X"]
     assert min(event["ts"] for event in slices) == 0
 
-    def covers(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-        slack = 0.002  # microseconds, which have three digits here
+    def covers(outer: dict[str, Any], inner: dict[str, Any], slack: float = 0.002) -> bool:
+        """slack: in microseconds, which have three digits here."""
         start, stop = inner["ts"], inner["ts"] + inner["dur"]
         return bool(outer["ts"] <= start + slack and stop <= outer["ts"] + outer["dur"] + slack)
 
@@ -164,7 +164,8 @@ def test_trace_nests_steps_native_calls_operations_and_work(profiled: LLM, tmp_p
     for event in slices:
         if event["cat"] == "work":
             assert event["tid"] == 1
-            assert any(covers(a, event) and a["name"] == event["name"] for a in operations)
+            # Two processors' counters may differ a little, most of all in a virtual machine.
+            assert any(covers(a, event, slack=20.0) and a["name"] == event["name"] for a in operations)
 
 
 def test_generate_reports_on_standard_error(
@@ -217,7 +218,7 @@ def test_kernels_have_names_for_other_profilers() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space")
-def test_threads_that_cannot_be_started_are_an_error() -> None:
+def test_threads_that_cannot_be_started_are_an_error(tmp_path: Path) -> None:
     code = """if True:
         import resource, rvllm._core as core
         core.CpuBackend(1)
@@ -229,7 +230,10 @@ def test_threads_that_cannot_be_started_are_an_error() -> None:
         except RuntimeError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    # Not in the checkout, whose package may not be compiled.
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("cannot start thread ")
     assert " of 64: " in done.stdout
