@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -26,7 +26,7 @@ router = APIRouter()
 
 
 class ChatCompletionRequest(OpenAIFields, ChatPrompt):
-    UNSUPPORTED: ClassVar = {
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **OpenAIFields.UNSUPPORTED,
         "add_special_tokens": (False,),
         "audio": (),
@@ -44,7 +44,7 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
         "verbosity": (),
         "web_search_options": (),
     }
-    NO_EFFECT: ClassVar = OpenAIFields.NO_EFFECT | {"store"}
+    NO_EFFECT: ClassVar[frozenset[str]] = OpenAIFields.NO_EFFECT | {"store"}
 
     messages: list[Message]
     parallel_tool_calls: bool | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 class CompletionRequest(OpenAIFields):
-    UNSUPPORTED: ClassVar = {
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **OpenAIFields.UNSUPPORTED,
         "add_special_tokens": (True,),
         "prompt_embeds": (),

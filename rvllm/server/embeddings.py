@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -21,14 +22,14 @@ MAX_INPUTS = 2048  # OpenAI's
 
 
 class EmbeddingRequest(APIRequest):
-    UNSUPPORTED: ClassVar = {
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "add_special_tokens": (True,),
         "embed_dtype": ("float32",),
         "normalize": (True,),
         "priority": (0,),
         "truncate_prompt_tokens": (),
     }
-    NO_EFFECT: ClassVar = frozenset({"user", "request_id"})
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"user", "request_id"})
 
     input: Prompts
     model: str | None = None

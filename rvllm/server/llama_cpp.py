@@ -39,7 +39,7 @@ LogitBias = Annotated[
 
 
 class LlamaCompletionRequest(SamplingFields):
-    UNSUPPORTED: ClassVar = {
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingFields.UNSUPPORTED,
         "adaptive_target": (-1, -1.0),
         "dynatemp_range": (0, 0.0),
@@ -53,9 +53,18 @@ class LlamaCompletionRequest(SamplingFields):
         "samplers": (),
         "sse_ping_interval": (),
     }
-    NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT | {"dry_base", "dry_allowed_length", "dry_penalty_last_n"} | {
-        "dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "n_keep", "xtc_threshold",
-    }  # each only matters with another field, which is refused  # fmt: skip
+    # Each only matters with another field, which is refused.
+    NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT | {
+        "dry_allowed_length",
+        "dry_base",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "dynatemp_exponent",
+        "mirostat_eta",
+        "mirostat_tau",
+        "n_keep",
+        "xtc_threshold",
+    }
 
     prompt: LlamaPrompt
     logit_bias: LogitBias = None  # type: ignore[assignment]

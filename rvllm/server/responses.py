@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -40,7 +41,7 @@ class ReasoningSettings(BaseModel):
 
 
 class ResponsesRequest(SamplingFields):
-    UNSUPPORTED: ClassVar = {
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingFields.UNSUPPORTED,
         "background": (False,),
         "conversation": (),
@@ -55,7 +56,7 @@ class ResponsesRequest(SamplingFields):
         ),
         **dict.fromkeys(("response_format", "timings_per_token"), ()),
     }
-    NO_EFFECT: ClassVar = SamplingFields.NO_EFFECT - {"metadata", "user"}
+    NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT - {"metadata", "user"}
 
     input: Annotated[str | list[dict[str, Any]], one_of("a string or a list of items")]
     instructions: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends
@@ -18,7 +19,7 @@ router = APIRouter()
 class TokenizeRequest(ChatPrompt):
     """One of prompt (vLLM: with BOS unless told otherwise), content (llama.cpp: without) and messages."""
 
-    UNSUPPORTED: ClassVar = {"chat_template": ()}
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {"chat_template": ()}
 
     model: str | None = None
     prompt: str | None = None
