@@ -85,8 +85,8 @@ class EngineStats:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, from 0 to 1."""
-        return 1 - self.free_blocks / self.num_blocks if self.num_blocks else 0.0
+        """Share of the blocks that requests hold, 0 to 1; blocks that are only cached count as free."""
+        return (self.num_blocks - self.free_blocks) / self.num_blocks if self.num_blocks else 0.0
 
 
 class LLMEngine:

@@ -16,14 +16,13 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, cast
 
-import psutil
+from other_load import OtherLoad, cpu_seconds
 
 from rvllm.benchmark import Workload
 from rvllm.cli.bench import add_workload_arguments, batch_sizes, make_workloads, natural, positive
@@ -61,8 +60,7 @@ class Worker:
         return {"prefill": prefill, "decode": decode, "total": prefill + decode}
 
     def cpu_seconds(self) -> float:
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
+        return cpu_seconds(self._process.pid)
 
     def close(self) -> None:
         self._process.communicate()
@@ -77,25 +75,6 @@ class Worker:
         return answer
 
 
-class OtherLoad:
-    """Measures the share of the machine's processors that went to other processes since it was made."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
-        self._start = self._now()
-
-    def share(self) -> float:
-        wall, idle, own = (b - a for a, b in zip(self._start, self._now(), strict=True))
-        capacity = wall * (psutil.cpu_count() or 1)
-        return max(0.0, (capacity - idle - own) / capacity)
-
-    def _now(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()._asdict()
-        idle = times["idle"] + times.get("iowait", 0.0)
-        own = time.process_time() + sum(worker.cpu_seconds() for worker in self._workers)
-        return time.perf_counter(), idle, own
-
-
 def compare(
     ours: Worker, peer: Worker, workload: Workload, pairs: int, copy_prefix: bool = False
 ) -> dict[str, Any]:
@@ -106,7 +85,7 @@ def compare(
     trials = [peer.measure(load, setting) for setting in peer.settings]
     best = {phase: min(range(len(trials)), key=lambda i: trials[i][phase]) for phase in PHASES}
 
-    other_load = OtherLoad((ours, peer))
+    other_load = OtherLoad(lambda: ours.cpu_seconds() + peer.cpu_seconds())
     our_runs: list[Seconds] = []
     peer_runs: list[Seconds] = []
     for pair in range(pairs):

@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import psutil
+from other_load import OtherLoad, cpu_seconds
 from server_process import ServerProcess, end_servers_on_sigterm, run_server, rvllm_command
 
 from rvllm.cli.bench import natural, positive
@@ -63,24 +62,6 @@ class Workload:
     def prompts(self) -> RandomPrompts:
         own = self.prompt_len - self.shared_prefix
         return RandomPrompts(own, self.output_len, prefix_len=self.shared_prefix)
-
-
-class OtherLoad:
-    """The share of the machine's processors that went to other processes since it was made."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        self._processes = [psutil.Process(pid) for pid in pids]
-        self._start = self._now()
-
-    def share(self) -> float:
-        wall, idle, own = (b - a for a, b in zip(self._start, self._now(), strict=True))
-        capacity = wall * (psutil.cpu_count() or 1)
-        return max(0.0, (capacity - idle - own) / capacity)
-
-    def _now(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()._asdict()
-        own = time.process_time() + sum(sum(process.cpu_times()[:2]) for process in self._processes)
-        return time.perf_counter(), times["idle"] + times.get("iowait", 0.0), own
 
 
 async def measure(server: ServerProcess, workload: Workload, seed: int) -> dict[str, float]:
@@ -177,7 +158,7 @@ def compare(
         warm_up = replace(workload, num_requests=workload.concurrency, output_len=8, long_prompt_len=0)
         for server in servers.values():
             asyncio.run(measure(server, warm_up, 10**6))
-        load = OtherLoad([server.pid for server in servers.values()])
+        load = OtherLoad(lambda: sum(cpu_seconds(server.pid) for server in servers.values()))
         results: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
         for i in range(rounds):
             for name in list(servers) if i % 2 == 0 else list(servers)[::-1]:

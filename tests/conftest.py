@@ -7,6 +7,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tiny_gguf import write_tiny_model
 
 from rvllm.models import DEFAULT_MODEL, ModelError, pull
 
@@ -35,3 +36,14 @@ def smollm2_path() -> Path:
 def gemma3_path() -> Path:
     """Gemma 3 270M in Q4_K, Q5_0, Q6_K and Q8_0, SentencePiece tokenizer, no chat template."""
     return fetch("gemma3-270m-q4_k_m")
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose answers must be exact in any company: with one kind of layer, or with windows and two kinds."""
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    if request.param == "llama":
+        write_tiny_model(path, quant="Q4_1")
+    else:
+        write_tiny_model(path, arch="gemma3", quant="Q8_0", layers=7, sliding_window=24, kv_heads=1)
+    return path

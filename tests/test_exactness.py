@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_gguf import write_tiny_model
 
 from rvllm import LLM, SamplingParams
 from rvllm._core import available_isas
@@ -33,14 +32,9 @@ def answers(llm: LLM, prompts: Prompts, params: SamplingParams | Sequence[Sampli
     return [answer(output) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    if request.param == "llama":
-        write_tiny_model(path, quant="Q4_1")
-    else:
-        write_tiny_model(path, arch="gemma3", quant="Q8_0", layers=7, sliding_window=24, kv_heads=1)
-    return path
+@pytest.fixture(scope="module")
+def model(tiny_model: Path) -> Path:
+    return tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -44,14 +44,9 @@ def expected(llm: LLM, prompt: list[int], num_best: int) -> Scores:
     return out
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
-    if request.param == "llama":
-        write_tiny_model(path, quant="Q4_1")
-    else:
-        write_tiny_model(path, arch="gemma3", quant="Q8_0", layers=7, sliding_window=24, kv_heads=1)
-    return path
+@pytest.fixture(scope="module")
+def path(tiny_model: Path) -> Path:
+    return tiny_model
 
 
 @pytest.mark.parametrize("num_best", [0, 3, VOCAB])

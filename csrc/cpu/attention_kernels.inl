@@ -42,12 +42,6 @@ struct CacheQ8 {
   static Vec widen(const int8_t* p) { return load_i8(p); }
 };
 
-// Bytes of one head's keys in a block, scales behind the codes; its values take as many.
-template <class Cache>
-constexpr int64_t matrix_bytes(int head_dim, int block_size) {
-  return kv_matrix_bytes(Cache::kType, head_dim, block_size);
-}
-
 // An infinite key would pass for one that is merely far away.
 inline float finite_or_nan(float x) { return x - x == 0.0f ? x : __builtin_nanf(""); }
 
@@ -89,7 +83,7 @@ inline void store_elements(CacheQ8, const float* x, int n, int8_t* out, int stri
 template <class Cache>
 void store_kv(const float* k, const float* v, int head_dim, int block_size, int slot, uint8_t* block) {
   using Element = typename Cache::Element;
-  uint8_t* const v_block = block + matrix_bytes<Cache>(head_dim, block_size);
+  uint8_t* const v_block = block + kv_matrix_bytes(Cache::kType, head_dim, block_size);
   Element* const keys = reinterpret_cast<Element*>(block) + slot;
   Element* const values = reinterpret_cast<Element*>(v_block) + int64_t(slot) * head_dim;
   if constexpr (Cache::kScaled) {
@@ -221,7 +215,7 @@ inline void weigh_columns(const AttentionArgs& args, int row, int begin, int fro
   using Element = typename Cache::Element;
   const bool whole = d + 16 * C <= args.head_dim;
   const int scales_per_row = (args.head_dim + kKVScaleBlock - 1) / kKVScaleBlock;
-  const int64_t v_offset = matrix_bytes<Cache>(args.head_dim, args.block_size);
+  const int64_t v_offset = kv_matrix_bytes(Cache::kType, args.head_dim, args.block_size);
   const int64_t codes = kv_code_bytes(Cache::kType, args.head_dim, args.block_size);
   Vec sum[R][C];
 #pragma GCC unroll 8

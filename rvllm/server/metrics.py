@@ -119,7 +119,7 @@ class _EngineCollector(Collector):
         gauges = {
             "num_requests_running": ("Requests that run.", self._engine.num_running),
             "num_requests_waiting": ("Requests that wait to run.", self._engine.num_waiting),
-            "kv_cache_usage_perc": ("Share of the KV cache in use, 1 is all of it.", kv_cache_usage(stats)),
+            "kv_cache_usage_perc": ("Share of the KV cache in use, 1 is all of it.", stats.kv_cache_usage),
         }
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
@@ -139,8 +139,3 @@ class _EngineCollector(Collector):
     def _add(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(list(self._labels.values()), value)
         return family
-
-
-def kv_cache_usage(stats: EngineStats) -> float:
-    """Share of the blocks that requests hold, 0 to 1; blocks that are only cached count as free."""
-    return (stats.num_blocks - stats.free_blocks) / stats.num_blocks if stats.num_blocks else 0.0

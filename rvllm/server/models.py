@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from rvllm.server.metrics import Metrics, kv_cache_usage
+from rvllm.server.metrics import Metrics
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.version import __version__
 
@@ -52,7 +52,7 @@ async def health(request: Request) -> Response:
         "model": model.name,
         "running": engine.num_running,
         "waiting": engine.num_waiting,
-        "kv_cache_usage": kv_cache_usage(stats),
+        "kv_cache_usage": stats.kv_cache_usage,
         "prefill_tokens": stats.prefill_tokens,
         "decode_tokens": stats.decode_tokens,
         "version": __version__,
