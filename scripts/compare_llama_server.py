@@ -215,6 +215,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         workload = Workload(**{name: getattr(args, name) for name in vars(Workload())})
         common = ["-m", str(resolve_model(args.model)), "-t", str(args.threads)]
+        if args.logs is not None:
+            os.makedirs(args.logs, exist_ok=True)
         ours = rvllm_command([*common, "-c", str(args.context), *args.serve_arguments.split()])
         peer = [str(args.llama_server), *common, "--no-webui"]
         conditions = {
