@@ -11,13 +11,11 @@
 #include <string>
 #include <utility>
 
-#ifndef RV_EMU
-#define RV_EMU 0  // 1 in the emulator: code for a GPU alone (inline PTX) stands in #if !RV_EMU and in cuda/ptx.h
-#endif
+// RV_EMU is defined in the emulator: code for a GPU alone (inline PTX) stands in #if !defined(RV_EMU).
 
 // RV_SHARED(float, part, 32) declares float part[32] in shared memory; RV_DYN_SHARED(float, buf) declares float* buf, the
 // launch's dynamic shared memory, aligned to 16 bytes.
-#if RV_EMU
+#if defined(RV_EMU)
 #define RV_SHARED(T, name, N) T(&name)[N] = RV_EMU_SHARED(T, N)
 #define RV_DYN_SHARED(T, name) T* name = static_cast<T*>(rvllm::emu::dynamic_shared())
 #else
@@ -41,53 +39,26 @@ void* device_malloc(size_t bytes, const char* what);
 // "1.5 GiB", "12.0 MiB"
 std::string format_bytes(size_t bytes);
 
-#if RV_EMU || defined(__CUDACC__)
+}  // namespace rvllm
+
+#if defined(RV_EMU) || defined(__CUDACC__)
+namespace rv {
 
 // kernel<<<grid, block, shared_bytes, stream>>>(args...): converts the arguments as a call would, and throws on a bad launch.
-#if RV_EMU
+#if defined(RV_EMU)
 template <class... P, class... A>
-void launch(void (*kernel)(P...), emu::LaunchGrid grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+void launch(void (*kernel)(P...), rvllm::emu::LaunchGrid grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             A&&... args) {
-  check_cuda(emu::launch_kernel(kernel, grid, block, shared_bytes, stream, std::forward<A>(args)...), "launching a kernel");
+  rvllm::check_cuda(rvllm::emu::launch_kernel(kernel, grid, block, shared_bytes, stream, std::forward<A>(args)...),
+                    "launching a kernel");
 }
 #else
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A&&... args) {
   kernel<<<grid, block, shared_bytes, stream>>>(std::forward<A>(args)...);
-  check_cuda(cudaGetLastError(), "launching a kernel");
+  rvllm::check_cuda(cudaGetLastError(), "launching a kernel");
 }
 #endif
 
-__device__ __forceinline__ float to_f(float x) { return x; }
-__device__ __forceinline__ float to_f(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_f(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// From<T>::f(x): a float rounded to nearest even.
-template <class T>
-struct From;
-template <>
-struct From<float> {
-  static __device__ __forceinline__ float f(float x) { return x; }
-};
-template <>
-struct From<__half> {
-  static __device__ __forceinline__ __half f(float x) { return __float2half_rn(x); }
-};
-template <>
-struct From<__nv_bfloat16> {
-  static __device__ __forceinline__ __nv_bfloat16 f(float x) { return __float2bfloat16_rn(x); }
-};
-
-// Over all 32 lanes, which all get the same bits.
-__device__ __forceinline__ float warp_sum(float v) {
-  for (int offset = 16; offset > 0; offset >>= 1) v += __shfl_xor_sync(kFullWarp, v, offset);
-  return v;
-}
-__device__ __forceinline__ float warp_max(float v) {
-  for (int offset = 16; offset > 0; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(kFullWarp, v, offset));
-  return v;
-}
-
+}  // namespace rv
 #endif
-
-}  // namespace rvllm
