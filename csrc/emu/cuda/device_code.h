@@ -15,7 +15,6 @@
 #define __constant__ static
 #define __shared__ static_assert(false, "shared memory is declared with RV_SHARED or RV_DYN_SHARED");
 #define __forceinline__ inline
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
 #define __align__(n) __attribute__((aligned(n)))

@@ -22,6 +22,7 @@ struct Stream {
   std::deque<Work> queue;
   std::unique_ptr<Graph> capture;
   bool invalidated = false;
+  bool blocking = true;  // takes turns with the default stream
 };
 
 // The state of an event outlives it in the queues that mention it.
@@ -68,6 +69,28 @@ void reach(const std::shared_ptr<EventState>& event, uint64_t generation) {
   }
 }
 
+// Makes what comes next on `stream` wait for what is now on `other`.
+void wait_for(Stream* stream, Stream* other) {
+  if (other->queue.empty()) return;
+  const auto marker = std::make_shared<EventState>();
+  marker->stream = other;
+  other->queue.push_back([=] {
+    marker->reached = 1;
+    return cudaSuccess;
+  });
+  stream->queue.push_back([=] {
+    reach(marker, 1);
+    return cudaSuccess;
+  });
+}
+
+void take_turns_with_default(Stream* stream) {
+  if (stream != &g_default && stream->blocking) wait_for(stream, &g_default);
+  if (stream == &g_default)
+    for (Stream* other : g_streams)
+      if (other != stream && other->blocking) wait_for(stream, other);
+}
+
 bool is_source_device(cudaMemcpyKind kind) { return kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice; }
 bool is_target_device(cudaMemcpyKind kind) { return kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice; }
 
@@ -101,6 +124,7 @@ cudaError_t enqueue(Stream* stream, Work work) {
   }
   if (stream == &g_default)
     if (const cudaError_t error = forbidden_in_capture("work on the default stream")) return error;
+  take_turns_with_default(stream);
   stream->queue.push_back(std::move(work));
   return setting("RVLLM_EMU_LAZY", 0) ? cudaSuccess : finish(stream);
 }
@@ -164,8 +188,9 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t st
 
 cudaError_t cudaMemset(void* data, int value, size_t bytes) { return cudaMemsetAsync(data, value, bytes, nullptr); }
 
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   *stream = new Stream;
+  (*stream)->blocking = !(flags & cudaStreamNonBlocking);
   g_streams.push_back(*stream);
   return cudaSuccess;
 }
