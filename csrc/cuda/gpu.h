@@ -39,43 +39,26 @@ void* device_malloc(size_t bytes, const char* what);
 // "1.5 GiB", "12.0 MiB"
 std::string format_bytes(size_t bytes);
 
+}  // namespace rvllm
+
 #if defined(RV_EMU) || defined(__CUDACC__)
+namespace rv {
 
 // kernel<<<grid, block, shared_bytes, stream>>>(args...): converts the arguments as a call would, and throws on a bad launch.
 #if defined(RV_EMU)
 template <class... P, class... A>
-void launch(void (*kernel)(P...), emu::LaunchGrid grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+void launch(void (*kernel)(P...), rvllm::emu::LaunchGrid grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             A&&... args) {
-  check_cuda(emu::launch_kernel(kernel, grid, block, shared_bytes, stream, std::forward<A>(args)...), "launching a kernel");
+  rvllm::check_cuda(rvllm::emu::launch_kernel(kernel, grid, block, shared_bytes, stream, std::forward<A>(args)...),
+                    "launching a kernel");
 }
 #else
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, A&&... args) {
   kernel<<<grid, block, shared_bytes, stream>>>(std::forward<A>(args)...);
-  check_cuda(cudaGetLastError(), "launching a kernel");
+  rvllm::check_cuda(cudaGetLastError(), "launching a kernel");
 }
 #endif
 
-__device__ __forceinline__ float to_f(float x) { return x; }
-__device__ __forceinline__ float to_f(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_f(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// From<T>::f(x): a float rounded to nearest even.
-template <class T>
-struct From;
-template <>
-struct From<float> {
-  static __device__ __forceinline__ float f(float x) { return x; }
-};
-template <>
-struct From<__half> {
-  static __device__ __forceinline__ __half f(float x) { return __float2half_rn(x); }
-};
-template <>
-struct From<__nv_bfloat16> {
-  static __device__ __forceinline__ __nv_bfloat16 f(float x) { return __float2bfloat16_rn(x); }
-};
-
+}  // namespace rv
 #endif
-
-}  // namespace rvllm

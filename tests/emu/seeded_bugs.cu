@@ -163,13 +163,13 @@ float one(int) { return 1; }
 template <class Kernel, class... A>
 void run(Kernel fixed_kernel, Kernel buggy_kernel, bool fixed, int blocks, const Expected& expected, A... arguments) {
   Device d;
-  rvllm::launch(fixed ? fixed_kernel : buggy_kernel, blocks, kThreads, 0, d.stream, d.data, arguments...);
+  rv::launch(fixed ? fixed_kernel : buggy_kernel, blocks, kThreads, 0, d.stream, d.data, arguments...);
   d.expect(expected);
 }
 
 void launch_shape(dim3 grid, dim3 block, size_t shared_bytes) {
   Device d;
-  rvllm::launch(dynamic_shared, grid, block, shared_bytes, d.stream, d.data);
+  rv::launch(dynamic_shared, grid, block, shared_bytes, d.stream, d.data);
   d.expect(one);
 }
 
@@ -182,7 +182,7 @@ float* device_ones(int n) {
 
 void host_dereference(bool fixed) {
   Device d;
-  rvllm::launch(ones, 1, kThreads, 0, d.stream, d.data);
+  rv::launch(ones, 1, kThreads, 0, d.stream, d.data);
   check_cuda(cudaStreamSynchronize(d.stream), "the kernel");
   if (fixed) return d.expect(one);
   std::puts(*static_cast<volatile float*>(d.data) == 1 ? "right" : "wrong");
@@ -190,7 +190,7 @@ void host_dereference(bool fixed) {
 
 void missing_synchronization(bool fixed) {
   Device d;
-  rvllm::launch(ones, 1, kThreads, 0, d.stream, d.data);
+  rv::launch(ones, 1, kThreads, 0, d.stream, d.data);
   d.start_download();
   if (fixed) check_cuda(cudaStreamSynchronize(d.stream), "the kernel");
   d.check_host(one);
@@ -212,7 +212,7 @@ void streams_without_event(bool fixed) {
   check_cuda(cudaStreamCreate(&other), "cudaStreamCreate");
   check_cuda(cudaDeviceSynchronize(), "the memset");
   check_cuda(cudaEventCreate(&event), "cudaEventCreate");
-  rvllm::launch(ones, 1, kThreads, 0, other, d.data);
+  rv::launch(ones, 1, kThreads, 0, other, d.data);
   check_cuda(cudaEventRecord(event, other), "cudaEventRecord");
   if (fixed) check_cuda(cudaStreamWaitEvent(d.stream, event), "cudaStreamWaitEvent");
   d.expect(one);
@@ -225,21 +225,21 @@ void default_stream_unwaited(bool fixed) {
   check_cuda(cudaDeviceSynchronize(), "zeros");
   check_cuda(cudaStreamCreateWithFlags(&other, fixed ? cudaStreamDefault : cudaStreamNonBlocking), "cudaStreamCreate");
   std::swap(d.stream, other);
-  rvllm::launch(ones, 1, kThreads, 0, nullptr, d.data);
+  rv::launch(ones, 1, kThreads, 0, nullptr, d.data);
   d.expect(one);
 }
 
 void wrong_copy_kind(bool fixed) {
   Device d;
   const auto kind = fixed ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
-  rvllm::launch(ones, 1, kThreads, 0, d.stream, d.data);
+  rv::launch(ones, 1, kThreads, 0, d.stream, d.data);
   check_cuda(cudaMemcpyAsync(d.host, d.data, kThreads * sizeof(float), kind, d.stream), "download");
   d.expect(one);
 }
 
 void copy_too_long(bool fixed) {
   Device d;
-  rvllm::launch(ones, 1, kThreads, 0, d.stream, d.data);
+  rv::launch(ones, 1, kThreads, 0, d.stream, d.data);
   check_cuda(cudaMemcpyAsync(d.host, d.data, (kThreads + (fixed ? 0 : 1)) * sizeof(float), cudaMemcpyDeviceToHost, d.stream),
              "download");
   d.expect(one);
@@ -250,7 +250,7 @@ void synchronization_in_capture(bool fixed) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
   check_cuda(cudaStreamBeginCapture(d.stream, cudaStreamCaptureModeGlobal), "begin");
-  rvllm::launch(blocks_race<true>, 1, kThreads, 0, d.stream, d.data);
+  rv::launch(blocks_race<true>, 1, kThreads, 0, d.stream, d.data);
   if (!fixed) check_cuda(cudaStreamSynchronize(d.stream), "synchronize");
   check_cuda(cudaStreamEndCapture(d.stream, &graph), "end");
   check_cuda(cudaGraphInstantiate(&executable, graph, 0), "instantiate");
