@@ -13,19 +13,25 @@
 
 namespace rvllm {
 
+// Where the keys and values of one group of layers lie: those whose windows are alike, so that they need the same tokens.
+// A block that has left the window of all tokens of a request's part of the step is -1 in its table, and never read.
+struct BlockTables {
+  int max_blocks = 0;
+  const int32_t* slot_mapping = nullptr;  // [T]              block id * block_size + offset: where a token's K, V go
+  const int32_t* block_tables = nullptr;  // [B, max_blocks]
+};
+
 // One step's work, ragged: a decode is a request with one token, a chunk of a prompt one with more. Host memory.
 struct Batch {
   int num_tokens = 0;                        // T
   int num_requests = 0;                      // B
-  int max_blocks = 0;
   int num_logits = 0;                        // B'
   const int32_t* input_ids = nullptr;        // [T]
   const int32_t* positions = nullptr;        // [T]
-  const int32_t* slot_mapping = nullptr;     // [T]              block id * block_size + offset: where a token's K, V go
   const int32_t* query_start_loc = nullptr;  // [B + 1]
   const int32_t* context_lens = nullptr;     // [B]              tokens to attend to, this step's included
-  const int32_t* block_tables = nullptr;     // [B, max_blocks]
   const int32_t* logits_indices = nullptr;   // [B']             tokens whose logits are wanted
+  std::vector<BlockTables> groups;           // by KVCache::group
 };
 
 // A parameter in the backend's own layout: a matrix [N, K], or a vector [1, K].

@@ -24,28 +24,31 @@ namespace {
 
 using IntArray = py::array_t<int32_t, py::array::c_style>;
 
-// A step's arrays, kept alive while native code reads them.
+// A step's arrays, kept alive while native code reads them; slot_mapping [G, T] and block_tables [G, B, max_blocks] have
+// a part for each group of layers.
 struct StepArrays {
   IntArray input_ids, positions, slot_mapping, query_start_loc, context_lens, block_tables, logits_indices;
 
   Batch batch() const {
-    check(block_tables.ndim() == 2, "[step] block_tables has ", block_tables.ndim(), " dimensions, expected 2");
+    check(slot_mapping.ndim() == 2, "[step] slot_mapping has ", slot_mapping.ndim(), " dimensions, expected 2");
+    check(block_tables.ndim() == 3, "[step] block_tables has ", block_tables.ndim(), " dimensions, expected 3");
     Batch b;
     b.num_tokens = int(input_ids.size());
     b.num_requests = int(context_lens.size());
-    b.max_blocks = int(block_tables.shape(1));
     b.num_logits = int(logits_indices.size());
     check(b.num_tokens > 0 && b.num_requests > 0, "[step] the batch is empty");
-    check(positions.size() == b.num_tokens && slot_mapping.size() == b.num_tokens &&
-              query_start_loc.size() == b.num_requests + 1 && block_tables.shape(0) == b.num_requests,
+    check(positions.size() == b.num_tokens && slot_mapping.shape(1) == b.num_tokens &&
+              query_start_loc.size() == b.num_requests + 1 && block_tables.shape(1) == b.num_requests &&
+              slot_mapping.shape(0) == block_tables.shape(0),
           "[step] the arrays of the batch do not agree in length");
     b.input_ids = input_ids.data();
     b.positions = positions.data();
-    b.slot_mapping = slot_mapping.data();
     b.query_start_loc = query_start_loc.data();
     b.context_lens = context_lens.data();
-    b.block_tables = block_tables.data();
     b.logits_indices = logits_indices.data();
+    for (int64_t g = 0; g < block_tables.shape(0); ++g)
+      b.groups.push_back({int(block_tables.shape(2)), slot_mapping.data() + g * b.num_tokens,
+                          block_tables.data() + g * b.num_requests * block_tables.shape(2)});
     return b;
   }
 };
@@ -235,9 +238,10 @@ PYBIND11_MODULE(_core, m) {
              return std::make_unique<Model>(std::move(backend), model_config(config), tensor_source(find, consumed));
            }),
            py::arg("backend"), py::arg("config"), py::arg("find"), py::arg("consumed"))
+      .def_property_readonly("windows", &Model::windows)
       .def("alloc_kv_cache", &Model::alloc_kv_cache, py::arg("num_blocks"), py::arg("block_size"),
            py::arg("type") = KVType::kF16)
-      .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("num_blocks"), py::arg("block_size"),
+      .def("kv_cache_bytes", &Model::kv_cache_bytes, py::arg("group"), py::arg("num_blocks"), py::arg("block_size"),
            py::arg("type") = KVType::kF16)
       .def("step", &step, py::arg("arrays"), py::arg("readers"),
            py::arg("pooled") = std::vector<std::tuple<Pooler*, int, int>>(), py::arg("before_sampling") = py::none())

@@ -130,12 +130,10 @@ FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k,
   Batch batch;
   batch.num_tokens = int(q.shape(0));
   batch.num_requests = int(context_lens.size());
-  batch.max_blocks = int(block_tables.shape(1));
   batch.positions = positions.data();
-  batch.slot_mapping = slot_mapping.data();
   batch.query_start_loc = query_start_loc.data();
   batch.context_lens = context_lens.data();
-  batch.block_tables = block_tables.data();
+  batch.groups = {{int(block_tables.shape(1)), slot_mapping.data(), block_tables.data()}};
   backend.begin_step(batch);
   backend.store_kv(*cache, 0, keys.tensor, values.tensor);
   backend.paged_attention(out.tensor, queries.tensor, *cache, 0, {num_heads, num_kv_heads, head_dim, window, scale, soft_cap});

@@ -18,9 +18,11 @@ struct KVCacheSpec {
   KVType type = KVType::kF16;
 };
 
+// Of the layers of one group, which share their block tables.
 class KVCache {
  public:
   virtual ~KVCache() = default;
+  int group = 0;  // index into Batch::groups
 };
 
 }  // namespace rvllm

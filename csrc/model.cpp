@@ -1,6 +1,7 @@
 #include "model.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -67,6 +68,7 @@ class BusyGuard {
 
 Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorSource& source)
     : backend_(std::move(backend)), config_(std::move(config)) {
+  group_layers();
   const ModelConfig& c = config_;
   const int64_t hidden = c.hidden_size, q = int64_t(c.num_heads) * c.head_dim, kv = int64_t(c.num_kv_heads) * c.head_dim;
   Loader load(*backend_, source);
@@ -96,41 +98,54 @@ Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorS
   cos_sin_.resize(c.inv_freq.size());
 }
 
-KVCacheSpec Model::kv_cache_spec(int num_blocks, int block_size, KVType type) const {
-  return {config_.num_layers, num_blocks, block_size, config_.num_kv_heads, config_.head_dim, type};
+void Model::group_layers() {
+  for (const LayerConfig& layer : config_.layers)
+    if (std::find(windows_.begin(), windows_.end(), layer.window) == windows_.end()) windows_.push_back(layer.window);
+  const auto width = [](int window) { return window > 0 ? window : INT_MAX; };
+  std::sort(windows_.begin(), windows_.end(), [&](int a, int b) { return width(a) > width(b); });
+  std::vector<int> sizes(windows_.size());
+  for (LayerConfig& layer : config_.layers) {
+    layer.group = int(std::find(windows_.begin(), windows_.end(), layer.window) - windows_.begin());
+    layer.index = sizes[size_t(layer.group)]++;
+  }
 }
 
-void Model::alloc_kv_cache(int num_blocks, int block_size, KVType type) {
-  kv_cache_ = backend_->alloc_kv_cache(kv_cache_spec(num_blocks, block_size, type));
+KVCacheSpec Model::kv_cache_spec(int group, int num_blocks, int block_size, KVType type) const {
+  check(group >= 0 && group < int(windows_.size()), "[kv_cache] group ", group, " of ", windows_.size());
+  const auto of_group = [&](const LayerConfig& layer) { return layer.group == group; };
+  const auto num_layers = std::count_if(config_.layers.begin(), config_.layers.end(), of_group);
+  return {int(num_layers), num_blocks, block_size, config_.num_kv_heads, config_.head_dim, type};
+}
+
+void Model::alloc_kv_cache(const std::vector<int>& num_blocks, int block_size, KVType type) {
+  check(num_blocks.size() == windows_.size(), "[kv_cache] ", num_blocks.size(), " numbers of blocks for ",
+        windows_.size(), " groups of layers");
+  kv_caches_.clear();
+  for (size_t g = 0; g < windows_.size(); ++g) {
+    kv_caches_.push_back(backend_->alloc_kv_cache(kv_cache_spec(int(g), num_blocks[g], block_size, type)));
+    kv_caches_.back()->group = int(g);
+  }
   num_blocks_ = num_blocks;
   block_size_ = block_size;
 }
 
-size_t Model::kv_cache_bytes(int num_blocks, int block_size, KVType type) const {
-  return backend_->kv_cache_bytes(kv_cache_spec(num_blocks, block_size, type));
+size_t Model::kv_cache_bytes(int group, int num_blocks, int block_size, KVType type) const {
+  return backend_->kv_cache_bytes(kv_cache_spec(group, num_blocks, block_size, type));
 }
 
 void Model::check_batch(const Batch& b) const {
-  check(kv_cache_ != nullptr, "[forward] no KV cache: alloc_kv_cache comes first");
+  check(!kv_caches_.empty(), "[forward] no KV cache: alloc_kv_cache comes first");
+  check(b.groups.size() == kv_caches_.size(), "[forward] block tables for ", b.groups.size(), " groups of layers, the "
+        "model has ", kv_caches_.size());
   check(b.query_start_loc[0] == 0 && b.query_start_loc[b.num_requests] == b.num_tokens,
         "[forward] query_start_loc does not span the ", b.num_tokens, " tokens");
-  for (int t = 0; t < b.num_tokens; ++t) {
+  for (int t = 0; t < b.num_tokens; ++t)
     check(b.input_ids[t] >= 0 && b.input_ids[t] < config_.vocab_size, "[forward] token id ", b.input_ids[t],
           " is outside the vocabulary of ", config_.vocab_size);
-    check(b.slot_mapping[t] >= 0 && b.slot_mapping[t] / block_size_ < num_blocks_, "[forward] slot ",
-          b.slot_mapping[t], " is outside the ", num_blocks_, " blocks of ", block_size_);
-  }
   for (int r = 0; r < b.num_requests; ++r) {
     const int begin = b.query_start_loc[r], end = b.query_start_loc[r + 1];
     check(begin < end && end <= b.num_tokens, "[forward] request ", r, " of the batch has tokens ", begin, " to ", end,
           " of ", b.num_tokens);
-    const int64_t blocks = (int64_t(b.context_lens[r]) + block_size_ - 1) / block_size_;
-    check(blocks <= b.max_blocks, "[forward] a context of ", b.context_lens[r], " tokens needs ", blocks,
-          " blocks, its table has ", b.max_blocks);
-    for (int64_t i = 0; i < blocks; ++i) {
-      const int32_t block = b.block_tables[int64_t(r) * b.max_blocks + i];
-      check(block >= 0 && block < num_blocks_, "[forward] block ", block, " is outside the pool of ", num_blocks_);
-    }
     check(b.context_lens[r] >= end - begin, "[forward] ", end - begin, " tokens do not fit a context of ",
           b.context_lens[r]);
     for (int t = begin; t < end; ++t)
@@ -140,6 +155,28 @@ void Model::check_batch(const Batch& b) const {
   for (int i = 0; i < b.num_logits; ++i)
     check(b.logits_indices[i] >= 0 && b.logits_indices[i] < b.num_tokens, "[forward] logits index ",
           b.logits_indices[i], " is outside the ", b.num_tokens, " tokens");
+  for (int g = 0; g < int(b.groups.size()); ++g) check_blocks(b, g);
+}
+
+// Of a batch whose requests and positions are sound. Blocks before the window may have been given away.
+void Model::check_blocks(const Batch& b, int group) const {
+  const BlockTables& tables = b.groups[size_t(group)];
+  const int num_blocks = num_blocks_[size_t(group)], window = windows_[size_t(group)];
+  for (int t = 0; t < b.num_tokens; ++t)
+    check(tables.slot_mapping[t] >= 0 && tables.slot_mapping[t] / block_size_ < num_blocks, "[forward] slot ",
+          tables.slot_mapping[t], " is outside the ", num_blocks, " blocks of ", block_size_);
+  for (int r = 0; r < b.num_requests; ++r) {
+    const int64_t blocks = (int64_t(b.context_lens[r]) + block_size_ - 1) / block_size_;
+    check(blocks <= tables.max_blocks, "[forward] a context of ", b.context_lens[r], " tokens needs ", blocks,
+          " blocks, its table has ", tables.max_blocks);
+    const int last_hidden = window > 0 ? b.positions[b.query_start_loc[r]] - window : -1;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int32_t block = tables.block_tables[int64_t(r) * tables.max_blocks + i];
+      const bool is_gone = block == -1 && (i + 1) * block_size_ - 1 <= last_hidden;
+      check(is_gone || (block >= 0 && block < num_blocks), "[forward] block ", block, " is outside the pool of ",
+            num_blocks);
+    }
+  }
 }
 
 void Model::check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
@@ -217,8 +254,9 @@ Tensor Model::forward(const Batch& batch) {
     }
     b.rope(q, c.head_dim, cos_sin, c.rope_interleaved);
     b.rope(k, c.head_dim, cos_sin, c.rope_interleaved);
-    b.store_kv(*kv_cache_, l, k, v);  // all tokens before any attends: requests of one step may share blocks
-    b.paged_attention(attn, q, *kv_cache_, l,
+    KVCache& kv_cache = *kv_caches_[size_t(shape.group)];
+    b.store_kv(kv_cache, shape.index, k, v);  // all tokens before any attends: requests of one step may share blocks
+    b.paged_attention(attn, q, kv_cache, shape.index,
                       {c.num_heads, c.num_kv_heads, c.head_dim, shape.window, float(c.attention_scale),
                        float(c.attention_soft_cap)});
     b.linear(h, attn, *layer.attn_output);

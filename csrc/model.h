@@ -17,6 +17,8 @@ namespace rvllm {
 struct LayerConfig {
   int rope = 0;    // index into ModelConfig::inv_freq
   int window = 0;  // sliding window in tokens; 0: full attention
+  int group = 0;   // of layers with this window, and which of them it is
+  int index = 0;
 };
 
 struct ModelConfig {
@@ -62,8 +64,10 @@ class Model {
   // Loads every weight. Throws invalid_argument naming a tensor that is missing, misshapen or of an unsupported type.
   Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorSource& source);
 
-  void alloc_kv_cache(int num_blocks, int block_size, KVType type);
-  size_t kv_cache_bytes(int num_blocks, int block_size, KVType type) const;
+  // The window of each group of layers that share a KV cache: those of one window, the widest first.
+  const std::vector<int>& windows() const { return windows_; }
+  void alloc_kv_cache(const std::vector<int>& num_blocks, int block_size, KVType type);  // num_blocks: of each group
+  size_t kv_cache_bytes(int group, int num_blocks, int block_size, KVType type) const;
 
   // Runs one step; readers[i] reads the logits of logits_indices[i]. A row that cannot be sampled or scored has an
   // error instead of a token. Throws invalid_argument when an index of the batch is out of range or a reader does not
@@ -89,8 +93,10 @@ class Model {
     int64_t capacity = 0;
   };
 
-  KVCacheSpec kv_cache_spec(int num_blocks, int block_size, KVType type) const;
+  void group_layers();
+  KVCacheSpec kv_cache_spec(int group, int num_blocks, int block_size, KVType type) const;
   void check_batch(const Batch& batch) const;
+  void check_blocks(const Batch& batch, int group) const;
   void check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
                      const std::vector<PooledTokens>& pooled) const;
   Tensor view(Buffer& buffer, int64_t rows, int64_t cols);
@@ -103,8 +109,10 @@ class Model {
   ModelConfig config_;
   std::unique_ptr<Weight> token_embd_, output_norm_, output_;  // output_ is null when tied to token_embd_
   std::vector<Layer> layers_;
-  std::unique_ptr<KVCache> kv_cache_;
-  int num_blocks_ = 0, block_size_ = 0;
+  std::vector<int> windows_;                        // of each group of layers
+  std::vector<std::unique_ptr<KVCache>> kv_caches_;  // one a group
+  std::vector<int> num_blocks_;
+  int block_size_ = 0;
   Buffer x_, h_, qkv_, attn_, gate_up_, last_, logits_;
   std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
   std::vector<float> host_cos_sin_;

@@ -3,13 +3,13 @@
 import numpy as np
 
 
-def fill(list scheduled, int block_size):
+def fill(list scheduled, int block_size, int num_groups):
     """One step for [(request, num_tokens), ...]: its arrays, in the order StepArrays takes them, and who reads what.
 
     A request's tokens from num_computed_tokens on are computed. Its last known one gives logits, unless it has a
     pooler, and so does each prompt token whose successor's log-probability is wanted and not known yet.
-    Returns ((input_ids[T], positions[T], slot_mapping[T], query_start_loc[B+1], context_lens[B],
-    block_tables[B, max_blocks], logits_indices[B']), requests[B'], readers[B'], [(pooler, begin, end), ...]);
+    Returns ((input_ids[T], positions[T], slot_mapping[G, T], query_start_loc[B+1], context_lens[B],
+    block_tables[G, B, max_blocks], logits_indices[B']), requests[B'], readers[B'], [(pooler, begin, end), ...]);
     a reader is a sampler or (token id, number of alternatives).
     """
     cdef int num_requests = len(scheduled)
@@ -60,4 +60,7 @@ def fill(list scheduled, int block_size):
             logits_indices.append(t - 1)
             requests.append(request)
             readers.append(request.sampler)
-    return (*arrays, tables, np.array(logits_indices, np.int32)), requests, readers, pooled
+    slots = np.tile(arrays[2], (num_groups, 1))
+    tables = np.tile(tables, (num_groups, 1, 1))
+    arrays = (*arrays[:2], slots, *arrays[3:], tables, np.array(logits_indices, np.int32))
+    return arrays, requests, readers, pooled

@@ -48,9 +48,13 @@ class ModelRunner:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self._model = _load_model(self.backend, gguf, model_config, config.dtype)
         kv_type = getattr(_core.KVType, config.kv_cache_dtype)
-        self.kv_bytes_per_block = self._model.kv_cache_bytes(1, config.block_size, kv_type)
+        self._num_groups = len(self._model.windows)
+        self.kv_bytes_per_block = sum(
+            self._model.kv_cache_bytes(group, 1, config.block_size, kv_type)
+            for group in range(self._num_groups)
+        )
         self.num_blocks = self._choose_num_blocks(model_config, config)
-        self._model.alloc_kv_cache(self.num_blocks, config.block_size, kv_type)
+        self._model.alloc_kv_cache([self.num_blocks] * self._num_groups, config.block_size, kv_type)
         if self.profile is not None:
             self.profile.reset()  # threads have repacked weights
 
@@ -113,7 +117,7 @@ class ModelRunner:
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]:
         """Computes the next num_tokens of each request; returns a token (or an embedding, or an error) for each request
         that has reached its last known one, in order. Prompt log-probabilities go to the requests."""
-        arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size)
+        arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size, self._num_groups)
         grammars = [
             (request.sampler, request.grammar)
             for request, reader in zip(requests, readers, strict=True)
@@ -164,10 +168,10 @@ class ModelRunner:
             arrays = _core.StepArrays(
                 ids[start:stop],
                 positions,
-                slots,
+                np.tile(slots, (self._num_groups, 1)),
                 np.array([0, count], np.int32),
                 np.array([stop], np.int32),
-                table[None, :],
+                np.tile(table, (self._num_groups, 1, 1)),
                 wanted,
             )
             with self._timed(1, count):

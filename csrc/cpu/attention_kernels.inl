@@ -102,24 +102,26 @@ inline const uint8_t* block_of(const AttentionArgs& args, int position) {
   return args.cache + args.block_table[position / args.block_size] * args.block_stride;
 }
 
-// The 16 entries of row `row`, of rows of block_size, at the positions from p on, whatever blocks they lie in.
+// The 16 entries of row `row`, of rows of block_size, at the positions from p on, whatever blocks they lie in; those
+// outside [from, to) are left.
 template <class Element>
-inline void gather_row(const AttentionArgs& args, int64_t offset, int row, int p, int to, Element* lanes) {
-  for (int i = 0; i < 16 && p + i < to; ++i)
+inline void gather_row(const AttentionArgs& args, int64_t offset, int row, int p, int from, int to, Element* lanes) {
+  for (int i = p < from ? from - p : 0; i < 16 && p + i < to; ++i)
     lanes[i] = reinterpret_cast<const Element*>(block_of(args, p + i) + offset)[int64_t(row) * args.block_size +
                                                                                 (p + i) % args.block_size];
 }
 
 // scores[r][p - begin] = q[r] . K[p] * scale for R rows and the 16 P positions from p on, or as many as there are.
 template <class Cache, int R, int P>
-inline void score_positions(const AttentionArgs& args, int row, int begin, int p, int to, float (*scores)[kPartition]) {
+inline void score_positions(const AttentionArgs& args, int row, int begin, int p, int from, int to,
+                            float (*scores)[kPartition]) {
   using Element = typename Cache::Element;
   const int block_size = args.block_size;
   const int64_t codes = kv_code_bytes(Cache::kType, args.head_dim, block_size);
   const bool whole = block_size % 16 == 0;
-  const Element* keys[P];
-  const float* scales[P];
-  for (int i = 0; i < P; ++i) {
+  const Element* keys[P] = {};
+  const float* scales[P] = {};
+  for (int i = 0; i < P && whole; ++i) {
     const int position = p + 16 * i;
     const uint8_t* block = block_of(args, position);
     keys[i] = reinterpret_cast<const Element*>(block) + position % block_size;
@@ -135,7 +137,7 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
     if constexpr (Cache::kScaled)
       for (int i = 0; i < P; ++i) {
         float lanes[16] = {};
-        if (!whole) gather_row(args, codes, first / kKVScaleBlock, p + 16 * i, to, lanes);
+        if (!whole) gather_row(args, codes, first / kKVScaleBlock, p + 16 * i, from, to, lanes);
         scale[i] = load(whole ? scales[i] + int64_t(first / kKVScaleBlock) * block_size : lanes);
       }
     const int end = first + kKVScaleBlock < args.head_dim ? first + kKVScaleBlock : args.head_dim;
@@ -147,7 +149,7 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
           k[i] = Cache::widen(keys[i] + int64_t(d) * block_size);
         } else {
           Element lanes[16] = {};
-          gather_row(args, 0, d, p + 16 * i, to, lanes);
+          gather_row(args, 0, d, p + 16 * i, from, to, lanes);
           k[i] = Cache::widen(lanes);
         }
         if constexpr (Cache::kScaled) k[i] = mul(k[i], scale[i]);
@@ -173,15 +175,16 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
     }
 }
 
-// Scores of R rows at the positions [from, to) of a partition; from is a multiple of 16.
+// Scores of R rows at the positions [from, to) of a partition, from the multiple of 16 on that is not behind `from`.
 template <class Cache, int R>
 void score_rows(const AttentionArgs& args, int row, int begin, int from, int to, float (*scores)[kPartition]) {
-  int p = from;
-  for (; p + 16 < to; p += 32) score_positions<Cache, R, 2>(args, row, begin, p, to, scores);
-  if (p < to) score_positions<Cache, R, 1>(args, row, begin, p, to, scores);
+  int p = from / 16 * 16;
+  for (; p + 16 < to; p += 32) score_positions<Cache, R, 2>(args, row, begin, p, from, to, scores);
+  if (p < to) score_positions<Cache, R, 1>(args, row, begin, p, from, to, scores);
 }
 
-// Turns a row's scores into weights exp(s - largest); positions out of sight weigh 0, and total 0 says that all are.
+// Turns a row's scores from `from`, a multiple of 16, on into weights exp(s - largest); positions out of sight weigh 0,
+// and total 0 says that all are.
 inline void soften(const AttentionArgs& args, int r, int begin, int from, int to, float* scores, float* largest,
                    float* total) {
   const int first = args.first[r] > from ? args.first[r] : from;
@@ -303,10 +306,10 @@ void attend_partition(const AttentionArgs& args, int begin, const AttentionPart&
     if (args.first[r] < first) first = args.first[r];
     if (args.last[r] > last) last = args.last[r];
   }
-  const int from = first > begin ? first / 16 * 16 : begin;
+  const int from = first > begin ? first : begin;  // what lies before may be gone
   const int to = last < begin + kPartition ? last : begin + kPartition;
   for_row_groups(args.rows, Score<Cache>{args, begin, from, to, scores});
-  for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from, to, scores[r], out.largest + r, out.total + r);
+  for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from / 16 * 16, to, scores[r], out.largest + r, out.total + r);
   for_row_groups(args.rows, Weigh<Cache>{args, begin, from, to, scores, out.values});
 }
 

@@ -4,10 +4,11 @@
 
 namespace rvllm {
 
-AttentionPlan::AttentionPlan(const Batch& batch, int block_size, const AttentionParams& params, int num_threads)
+AttentionPlan::AttentionPlan(const Batch& batch, const BlockTables& tables, int block_size,
+                             const AttentionParams& params, int num_threads)
     : num_heads(params.num_heads), num_kv_heads(params.num_kv_heads), window(params.window) {
   cut(batch);
-  if (block_size <= kPartition && kPartition % block_size == 0) share(batch, block_size);
+  if (block_size <= kPartition && kPartition % block_size == 0) share(batch, tables, block_size);
   if (spans.size() >= size_t(4 * num_threads)) return;
   for (int i = 0; i < int(spans.size()); ++i)
     for (int p = 0; p < spans[size_t(i)].num_partitions; ++p)
@@ -34,7 +35,7 @@ void AttentionPlan::cut(const Batch& batch) {
 }
 
 // Finds the decoding requests whose tables name the same blocks for a whole partition.
-void AttentionPlan::share(const Batch& batch, int block_size) {
+void AttentionPlan::share(const Batch& batch, const BlockTables& tables, int block_size) {
   std::vector<int> firsts;  // of the spans of each request with one token
   for (int i = 0; i < int(spans.size()); ++i) {
     const AttentionSpan& s = spans[size_t(i)];
@@ -54,7 +55,7 @@ void AttentionPlan::share(const Batch& batch, int block_size) {
       const AttentionSpan& s = spans[size_t(i)];
       if (partition < s.first_partition || batch.positions[s.first_token] + 1 < (partition + 1) * kPartition) continue;
       const auto table = [&](int span) {
-        return batch.block_tables + int64_t(spans[size_t(span)].request) * batch.max_blocks + partition * blocks;
+        return tables.block_tables + int64_t(spans[size_t(span)].request) * tables.max_blocks + partition * blocks;
       };
       const auto same = std::find_if(sharers.begin(), sharers.end(), [&](const std::vector<int>& group) {
         return std::equal(table(i), table(i) + blocks, table(group.front()));

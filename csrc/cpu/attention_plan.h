@@ -26,7 +26,8 @@ struct AttentionUnit {
 // unit has computed after computing them itself. Units are for partitions that requests share, and for all of them when
 // there are too few spans to keep every thread busy.
 struct AttentionPlan {
-  AttentionPlan(const Batch& batch, int block_size, const AttentionParams& params, int num_threads);
+  AttentionPlan(const Batch& batch, const BlockTables& tables, int block_size, const AttentionParams& params,
+                int num_threads);
 
   int first_visible(const Batch& batch, int token) const {
     return window > 0 && batch.positions[token] + 1 > window ? batch.positions[token] + 1 - window : 0;
@@ -41,7 +42,7 @@ struct AttentionPlan {
 
  private:
   void cut(const Batch& batch);
-  void share(const Batch& batch, int block_size);
+  void share(const Batch& batch, const BlockTables& tables, int block_size);
   void add_unit(int partition, const int* span, int num_spans);
 };
 

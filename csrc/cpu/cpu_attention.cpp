@@ -5,18 +5,20 @@
 
 namespace rvllm {
 
-const AttentionPlan& CpuBackend::attention_plan(const AttentionParams& params, int block_size) {
+const AttentionPlan& CpuBackend::attention_plan(const AttentionParams& params, const BlockTables& tables,
+                                                int block_size) {
   for (const AttentionPlan& plan : attention_plans_)
     if (plan.num_heads == params.num_heads && plan.num_kv_heads == params.num_kv_heads && plan.window == params.window)
       return plan;
-  return attention_plans_.emplace_back(*batch_, block_size, params, pool_.size());
+  return attention_plans_.emplace_back(*batch_, tables, block_size, params, pool_.size());
 }
 
 void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                  const AttentionParams& params) {
   const auto& kv = static_cast<const CpuKVCache&>(cache);
   const Batch& batch = *batch_;
-  const AttentionPlan& plan = attention_plan(params, kv.spec.block_size);
+  const BlockTables& tables = batch.groups[size_t(kv.group)];
+  const AttentionPlan& plan = attention_plan(params, tables, kv.spec.block_size);
   const auto attend = kernels_.attend_partition[int(kv.spec.type)];
   const int d = params.head_dim;
   const int64_t padded_dim = padded_head_dim(d);
@@ -32,7 +34,7 @@ void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int
     args.rows = 0;
     args.head_dim = d;
     args.block_size = kv.spec.block_size;
-    args.block_table = batch.block_tables + int64_t(span.request) * batch.max_blocks;
+    args.block_table = tables.block_tables + int64_t(span.request) * tables.max_blocks;
     args.cache = kv.head(layer, span.kv_head);
     args.block_stride = kv.block_stride();
     args.scale = params.scale;

@@ -229,8 +229,9 @@ void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
   const auto& kv = static_cast<const CpuKVCache&>(cache);
   const int d = kv.spec.head_dim, block_size = kv.spec.block_size;
   const auto store = kernels_.store_kv[int(kv.spec.type)];
+  const int32_t* const slot_mapping = batch_->groups[size_t(kv.group)].slot_mapping;
   for_rows(k.rows, [&](int64_t t, int) {
-    const int slot = batch_->slot_mapping[t];
+    const int slot = slot_mapping[t];
     for (int h = 0; h < kv.spec.num_kv_heads; ++h) {
       store(k.row(t) + h * d, v.row(t) + h * d, d, block_size, slot % block_size,
             kv.head(layer, h) + slot / block_size * kv.block_stride());

@@ -56,7 +56,7 @@ class CpuBackend final : public Backend {
   Tensor linear_input(int64_t rows, int64_t k);
   template <class MakeRow>
   void multiply(Tensor out, Tensor x, const Weight& weight, const MakeRow& make_row);
-  const AttentionPlan& attention_plan(const AttentionParams& params, int block_size);
+  const AttentionPlan& attention_plan(const AttentionParams& params, const BlockTables& tables, int block_size);
 
   const Kernels& kernels_;
   ThreadPool pool_;
