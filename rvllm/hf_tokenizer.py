@@ -34,7 +34,9 @@ class HFTokenizer(Tokenizer):
         self._is_byte_level = "ByteLevel" in steps
         tokens, types = _token_table(self._special, byte_tokens="ByteFallback" in steps)
         tokens, types = _fit(path, tokens, types, metadata)
-        vocabulary = Vocabulary.from_tokens(tokens, types, metadata)
+        added = self._special.get_added_tokens_decoder().items()
+        left, right = (id for id, token in added if token.lstrip), (id for id, token in added if token.rstrip)
+        vocabulary = Vocabulary.from_tokens(tokens, types, metadata, left, right)
         super().__init__(vocabulary, add_bos=False, add_space_prefix=any(map(_strips_blank, decoders)))
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:

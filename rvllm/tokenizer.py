@@ -21,6 +21,14 @@ __all__ = ["Tokenizer", "TokenizerError"]
 log = logging.getLogger(__name__)
 
 MODEL_KEY = PREFIX + "model"
+SUPPORTED = "'gpt2' (byte-level BPE) and 'llama' (SentencePiece's BPE)"
+UNSUPPORTED = {
+    "bert": "WordPiece",
+    "gemma4": "BPE without bytes",
+    "plamo2": "PLaMo-2's",
+    "rwkv": "RWKV's",
+    "t5": "SentencePiece's unigram",
+}
 
 
 class Tokenizer(ABC):
@@ -58,7 +66,8 @@ class Tokenizer(ABC):
             return SentencePieceTokenizer(metadata)
         if model is None:
             raise TokenizerError(f"{MODEL_KEY}: missing, the file has no tokenizer")
-        raise TokenizerError(f"{MODEL_KEY}: {model!r} is not supported; supported are 'gpt2' and 'llama'")
+        kind = f" ({UNSUPPORTED[model]})" if model in UNSUPPORTED else ""
+        raise TokenizerError(f"{MODEL_KEY}: {model!r}{kind} is not supported; supported are {SUPPORTED}")
 
     @staticmethod
     def from_file(path: str | os.PathLike[str], metadata: Mapping[str, object]) -> Tokenizer:
@@ -120,7 +129,7 @@ class Tokenizer(ABC):
 
     def split_control(self, text: str) -> list[str | int]:
         """Cut text at its control tokens: plain pieces (str) and token ids (int)."""
-        return self._special_tokens.split(text, control=True, user_defined=False)
+        return self._split(text, control=True, user_defined=False)
 
     def control_starts(self, text: str) -> list[int]:
         """Positions where a control token begins, also one of which only the beginning is left before the end."""
@@ -136,12 +145,26 @@ class Tokenizer(ABC):
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         ids: list[int] = []
-        for piece in self._special_tokens.split(text, control=parse_special, user_defined=True):
+        for piece in self._split(text, control=parse_special, user_defined=True):
             if isinstance(piece, int):
                 ids.append(piece)
             else:
                 ids += self._encode_plain(piece)
         return ids
+
+    def _split(self, text: str, control: bool, user_defined: bool) -> list[str | int]:
+        pieces = self._special_tokens.split(text, control, user_defined)
+        left, right = self.vocabulary.strip_left, self.vocabulary.strip_right
+        if not left and not right:
+            return pieces
+        for at, piece in enumerate(pieces):
+            if isinstance(piece, str):
+                if at and pieces[at - 1] in right:
+                    piece = piece.lstrip()
+                if pieces[at + 1 : at + 2] and pieces[at + 1] in left:
+                    piece = piece.rstrip()
+                pieces[at] = piece
+        return [piece for piece in pieces if piece != ""]
 
     def _add_special(self, ids: list[int]) -> list[int]:
         bos, eos = self.bos_token_id, self.eos_token_id

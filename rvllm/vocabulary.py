@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from reprlib import repr as short
@@ -22,8 +22,13 @@ TYPES_KEY = PREFIX + "token_type"
 END_TEXTS = frozenset(
     """<|im_end|> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <end_of_turn>
     <eos> </s> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance> <turn|> <|tool_response>
-    <\uff5cend\u2581of\u2581sentence\uff5c> <|fim_pad|> <|repo_name|> <|file_sep|>""".split()  # noqa: SIM905
+    <\uff5cend\u2581of\u2581sentence\uff5c> <|fim_pad|> <fim_pad> <fim-pad> <PAD> [PAD] <|repo_name|> <|fim_repo|>
+    <fim-repo> <REPO> <reponame> <|file_sep|> <|calls|> <|flush|> [e~[""".split()  # noqa: SIM905
 )
+END_PAIRS = (
+    {"<|return|>", "<|call|>"},
+    {"<|calls|>", "<|flush|>"},
+)  # beside which <|end|> ends a message, not the turn
 HTML_TEXTS = frozenset(["</s>"])  # as a user-defined token it closes struck-out text (Gemma)
 
 BYTE_TEXT = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -63,6 +68,8 @@ class Vocabulary:
     add_bos: bool | None
     add_eos: bool | None
     add_space_prefix: bool | None
+    strip_left: frozenset[int] = frozenset()  # special tokens that take in the white space before them
+    strip_right: frozenset[int] = frozenset()  # the same, behind them
 
     def __len__(self) -> int:
         return len(self.types)
@@ -73,11 +80,17 @@ class Vocabulary:
         tokens = read_strings(metadata, TOKENS_KEY)
         if not tokens:
             raise TokenizerError(f"{TOKENS_KEY}: the vocabulary is empty")
-        return cls.from_tokens(tokens, _read_types(metadata, tokens), metadata)
+        types = _read_types(metadata, tokens)
+        return cls.from_tokens(tokens, types, metadata, strip_right=_phi3_strips(tokens, types, metadata))
 
     @classmethod
     def from_tokens(
-        cls, tokens: list[str], types: NDArray[np.uint8], metadata: Mapping[str, object]
+        cls,
+        tokens: list[str],
+        types: NDArray[np.uint8],
+        metadata: Mapping[str, object],
+        strip_left: Iterable[int] = (),
+        strip_right: Iterable[int] = (),
     ) -> Vocabulary:
         """A table of V tokens and types [V], with the special ids and flags of `metadata`."""
         bos, eos, unknown, eot, eom = (
@@ -85,8 +98,8 @@ class Vocabulary:
             for name in ("bos", "eos", "unknown", "eot", "eom")
         )
         ends = {tokens[id]: id for id in _special_ids(types) if _ends_generation(tokens[id], types[id])}
-        if "<|return|>" in ends and "<|call|>" in ends:
-            ends.pop("<|end|>", None)  # in this family it ends a message, not the turn
+        if any(pair <= ends.keys() for pair in END_PAIRS):
+            ends.pop("<|end|>", None)
         types[list(ends.values())] = TokenType.CONTROL
         hidden = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE)
         try:
@@ -103,6 +116,8 @@ class Vocabulary:
             read(metadata, PREFIX + "add_bos_token", bool),
             read(metadata, PREFIX + "add_eos_token", bool),
             read(metadata, PREFIX + "add_space_prefix", bool),
+            frozenset(strip_left),
+            frozenset(strip_right),
         )
 
     def byte_ids(self) -> dict[int, int]:
@@ -177,6 +192,13 @@ def _special_ids(types: NDArray[np.uint8]) -> list[int]:
     kinds = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
     ids: list[int] = np.flatnonzero(np.isin(types, kinds)).tolist()
     return ids
+
+
+def _phi3_strips(tokens: list[str], types: NDArray[np.uint8], metadata: Mapping[str, object]) -> list[int]:
+    """Tokens that take in the white space behind them. GGUF has no key for it: these are Phi-3's tokenizer.json's."""
+    if metadata.get("general.architecture") != "phi3" or metadata.get(PREFIX + "model") != "llama":
+        return []
+    return [id for id in _special_ids(types) if tokens[id] not in ("<unk>", "<s>", "<|endoftext|>")]
 
 
 def _ends_generation(text: str, kind: int) -> bool:

@@ -160,7 +160,7 @@ def test_control_tokens_only_when_asked(smollm2: Tokenizer, gemma3: Tokenizer) -
 def test_special_ids_of_models(smollm2: Tokenizer, gemma3: Tokenizer) -> None:
     assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_id) == (49152, 1, 2)
     assert (gemma3.vocab_size, gemma3.bos_token_id, gemma3.eos_token_id) == (262144, 2, 1)
-    assert smollm2.eog_token_ids == {0, 2}
+    assert smollm2.eog_token_ids == {0, 2, 4}  # 4 is "<reponame>", an end for llama.cpp as well
     assert gemma3.eog_token_ids == {1, 106}  # "</s>", 212, is an HTML tag there
     assert not smollm2.add_bos_token
     assert gemma3.add_bos_token

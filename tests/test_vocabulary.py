@@ -12,7 +12,7 @@ from rvllm.tokenizer import Tokenizer, TokenizerError
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "bert"}, "tokenizer.ggml.model: 'bert' is not supported"),
+        ({"model": "bert"}, "tokenizer.ggml.model: 'bert' .WordPiece. is not supported"),
         ({"model": "t5"}, "'t5'"),
         ({"model": "rwkv"}, "'rwkv'"),
         ({"model": 7}, "tokenizer.ggml.model: must be str, got 7"),
