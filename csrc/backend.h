@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "activation.h"
 #include "kv_cache.h"
 #include "tensor.h"
 #include "thread_pool.h"
@@ -51,9 +52,19 @@ struct AttentionParams {
   int window = 0;         // a token sees this many last positions, itself included; 0: all
   float scale = 0;
   float soft_cap = 0;     // scores become cap * tanh(score / cap); 0: as they are
+  const Weight* sinks = nullptr;  // [1, H] or null: for each head one more score in the softmax, without a value
 };
 
-enum class Gate { kSilu, kGelu };
+enum class NormKind { kRms, kLayer };  // arXiv:1910.07467, arXiv:1607.06450
+
+// Normalizes each `cols` columns of a row alone, cols being the weight's. A weight with more than one row is [heads, cols]
+// and has a row for each of them.
+struct Norm {
+  const Weight* weight = nullptr;
+  const Weight* bias = nullptr;  // [1, cols] or null; only of kLayer
+  float eps = 0;
+  NormKind kind = NormKind::kRms;
+};
 
 // The rates of the two things that bound a model, with all threads.
 struct Ceilings {
@@ -88,17 +99,20 @@ class Backend {
   virtual void end_step() = 0;
 
   virtual void embedding(Tensor out, const Weight& table, float scale) = 0;     // out[T, K] = table[input_ids] * scale
-  virtual void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) = 0;  // each K columns of a row alone
+  virtual void norm(Tensor out, Tensor x, const Norm& norm) = 0;                // out may be x
   virtual void linear(Tensor out, Tensor x, const Weight& weight) = 0;          // out[T, N] = x[T, K] W^T + bias
-  // The same of rms_norm(x), and of act(gate) * up, gate_up[T, 2 K]: backends make rows as they quantize them.
-  virtual void norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) = 0;
-  virtual void gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) = 0;
-  virtual void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) = 0;  // x[T, H * D] in place
+  // The same of norm(x), and of x through an activation, x[T, 2 K] where it is gated: backends make rows as they
+  // quantize them.
+  virtual void norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) = 0;
+  virtual void activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) = 0;
+  // x[T, H * D] in place; the elements of a head beyond the table's width stay as they are.
+  virtual void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) = 0;
   virtual void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) = 0;     // k, v [T, KVH * D] to slot_mapping
   virtual void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                const AttentionParams& params) = 0;              // out, q [T, H * D]
-  virtual void add(Tensor x, Tensor y) = 0;                                     // x += y
+  virtual void add(Tensor x, Tensor y, float scale) = 0;                        // x += scale * y
   virtual void gather_rows(Tensor out, Tensor x) = 0;                           // out[i] = x[logits_indices[i]]
+  virtual void scale_logits(Tensor x, float scale, float soft_cap) = 0;  // x *= scale, then soft_cap as in attention
 };
 
 }  // namespace rvllm

@@ -41,7 +41,8 @@ class DeviceMatrix {
 };
 
 std::unique_ptr<Weight> vector_weight(Backend& backend, const FloatArray& a) {
-  return backend.load_vector({"weight", uint32_t(GgmlType::F32), 1, a.size(),
+  const int64_t rows = a.ndim() == 1 ? 1 : a.shape(0);
+  return backend.load_vector({"weight", uint32_t(GgmlType::F32), rows, a.size() / rows,
                               reinterpret_cast<const uint8_t*>(a.data()), size_t(a.size()) * 4});
 }
 
@@ -80,9 +81,21 @@ FloatArray embedding(Backend& backend, uint32_t type, int64_t n, int64_t k, cons
   return out.numpy();
 }
 
-FloatArray rms_norm(Backend& backend, const FloatArray& x, const FloatArray& weight, float eps) {
+// The parameters of a norm, and a view of them.
+struct NormWeights {
+  std::unique_ptr<Weight> weight, bias;
+  Norm norm;
+
+  NormWeights(Backend& backend, const FloatArray& values, const std::optional<FloatArray>& biases, float eps, NormKind kind)
+      : weight(vector_weight(backend, values)), bias(biases ? vector_weight(backend, *biases) : nullptr),
+        norm{weight.get(), bias.get(), eps, kind} {}
+};
+
+FloatArray norm(Backend& backend, const FloatArray& x, const FloatArray& weight, float eps,
+                const std::optional<FloatArray>& bias, NormKind kind) {
+  const NormWeights weights(backend, weight, bias, eps, kind);
   const DeviceMatrix in(backend, x), out(backend, x.shape(0), x.shape(1));
-  backend.rms_norm(out.tensor, in.tensor, *vector_weight(backend, weight), eps);
+  backend.norm(out.tensor, in.tensor, weights.norm);
   backend.synchronize();
   return out.numpy();
 }
@@ -95,26 +108,34 @@ FloatArray rope(Backend& backend, const FloatArray& x, int head_dim, const Float
 }
 
 FloatArray norm_linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& x,
-                       const FloatArray& norm, float eps) {
+                       const FloatArray& norm, float eps, const std::optional<FloatArray>& bias, NormKind kind) {
+  const NormWeights weights(backend, norm, bias, eps, kind);
   const auto w = matrix_weight(backend, type, n, x.shape(1), weight, std::nullopt);
   const DeviceMatrix in(backend, x), out(backend, x.shape(0), n);
-  backend.norm_linear(out.tensor, in.tensor, *vector_weight(backend, norm), eps, *w);
+  backend.norm_linear(out.tensor, in.tensor, weights.norm, *w);
   backend.synchronize();
   return out.numpy();
 }
 
-FloatArray gated_linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& gate_up,
-                        bool gelu) {
-  const auto w = matrix_weight(backend, type, n, gate_up.shape(1) / 2, weight, std::nullopt);
-  const DeviceMatrix in(backend, gate_up), out(backend, gate_up.shape(0), n);
-  backend.gated_linear(out.tensor, in.tensor, gelu ? Gate::kGelu : Gate::kSilu, *w);
+FloatArray activated_linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& x,
+                            Activation activation) {
+  const auto w = matrix_weight(backend, type, n, is_gated(activation) ? x.shape(1) / 2 : x.shape(1), weight, std::nullopt);
+  const DeviceMatrix in(backend, x), out(backend, x.shape(0), n);
+  backend.activated_linear(out.tensor, in.tensor, activation, *w);
   backend.synchronize();
   return out.numpy();
 }
 
-FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y) {
+FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y, float scale) {
   const DeviceMatrix a(backend, x), b(backend, y);
-  backend.add(a.tensor, b.tensor);
+  backend.add(a.tensor, b.tensor, scale);
+  backend.synchronize();
+  return a.numpy();
+}
+
+FloatArray scale_logits(Backend& backend, const FloatArray& x, float scale, float soft_cap) {
+  const DeviceMatrix a(backend, x);
+  backend.scale_logits(a.tensor, scale, soft_cap);
   backend.synchronize();
   return a.numpy();
 }
@@ -123,7 +144,8 @@ FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y) {
 FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k, const FloatArray& v,
                      const IntArray& positions, const IntArray& slot_mapping, const IntArray& query_start_loc,
                      const IntArray& context_lens, const IntArray& block_tables, int num_blocks, int block_size,
-                     int num_heads, int num_kv_heads, int window, float scale, float soft_cap, KVType kv_type) {
+                     int num_heads, int num_kv_heads, int window, float scale, float soft_cap, KVType kv_type,
+                     const std::optional<FloatArray>& sinks) {
   const int head_dim = int(q.shape(1)) / num_heads;
   const auto cache = backend.alloc_kv_cache({1, num_blocks, block_size, num_kv_heads, head_dim, kv_type});
   const DeviceMatrix keys(backend, k), values(backend, v), queries(backend, q), out(backend, q.shape(0), q.shape(1));
@@ -134,9 +156,11 @@ FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k,
   batch.query_start_loc = query_start_loc.data();
   batch.context_lens = context_lens.data();
   batch.groups = {{int(block_tables.shape(1)), slot_mapping.data(), block_tables.data()}};
+  const auto sink_weight = sinks ? vector_weight(backend, *sinks) : nullptr;
   backend.begin_step(batch);
   backend.store_kv(*cache, 0, keys.tensor, values.tensor);
-  backend.paged_attention(out.tensor, queries.tensor, *cache, 0, {num_heads, num_kv_heads, head_dim, window, scale, soft_cap});
+  backend.paged_attention(out.tensor, queries.tensor, *cache, 0,
+                          {num_heads, num_kv_heads, head_dim, window, scale, soft_cap, sink_weight.get()});
   backend.end_step();
   backend.synchronize();
   return out.numpy();
@@ -146,22 +170,28 @@ FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k,
 
 void bind_ops(py::module_& m) {
   py::module_ ops = m.def_submodule("ops", "The backend's operations on NumPy arrays, for tests and tools.");
+  py::enum_<NormKind>(ops, "NormKind").value("rms", NormKind::kRms).value("layer", NormKind::kLayer);
+  py::enum_<Activation> activation(ops, "Activation", "What is between the matrices of a feed-forward network.");
+  for (int i = 0; i < kNumActivations; ++i) activation.value(kActivationNames[i], Activation(i));
   ops.def("linear", &linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"), py::arg("x"),
           py::arg("bias") = py::none());
   ops.def("embedding", &embedding, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("k"),
           py::arg("weight"), py::arg("ids"), py::arg("scale") = 1.0f);
-  ops.def("rms_norm", &rms_norm, py::arg("backend"), py::arg("x"), py::arg("weight"), py::arg("eps"));
+  ops.def("norm", &norm, py::arg("backend"), py::arg("x"), py::arg("weight"), py::arg("eps"),
+          py::arg("bias") = py::none(), py::arg("kind") = NormKind::kRms);
   ops.def("rope", &rope, py::arg("backend"), py::arg("x"), py::arg("head_dim"), py::arg("cos_sin"),
           py::arg("interleaved"));
   ops.def("norm_linear", &norm_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"),
-          py::arg("x"), py::arg("norm"), py::arg("eps"));
-  ops.def("gated_linear", &gated_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"),
-          py::arg("gate_up"), py::arg("gelu"));
-  ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"));
+          py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("bias") = py::none(), py::arg("kind") = NormKind::kRms);
+  ops.def("activated_linear", &activated_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"),
+          py::arg("weight"), py::arg("x"), py::arg("activation"));
+  ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("scale") = 1.0f);
+  ops.def("scale_logits", &scale_logits, py::arg("backend"), py::arg("x"), py::arg("scale"), py::arg("soft_cap"));
   ops.def("attention", &attention, py::arg("backend"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("positions"),
           py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"), py::arg("block_tables"),
           py::arg("num_blocks"), py::arg("block_size"), py::arg("num_heads"), py::arg("num_kv_heads"),
-          py::arg("window") = 0, py::arg("scale") = 1.0f, py::arg("soft_cap") = 0.0f, py::arg("kv_type") = KVType::kF16);
+          py::arg("window") = 0, py::arg("scale") = 1.0f, py::arg("soft_cap") = 0.0f, py::arg("kv_type") = KVType::kF16,
+          py::arg("sinks") = py::none());
 }
 
 }  // namespace rvllm

@@ -229,7 +229,10 @@ Tensor Model::forward(const Batch& batch) {
   Backend& b = *backend_;
   const int64_t T = batch.num_tokens, E = c.hidden_size, I = c.intermediate_size;
   const int64_t Q = int64_t(c.num_heads) * c.head_dim, KV = int64_t(c.num_kv_heads) * c.head_dim;
-  const float eps = float(c.rms_norm_eps);
+  const auto norm = [&](const std::unique_ptr<Weight>& weight) {
+    return Norm{weight.get(), nullptr, float(c.rms_norm_eps), NormKind::kRms};
+  };
+  const Activation activation = c.gelu ? Activation::kGeluGated : Activation::kSiluGated;
 
   Tensor x = view(x_, T, E);                    // the residual stream
   Tensor h = view(h_, T, E);                    // a branch off it
@@ -247,10 +250,10 @@ Tensor Model::forward(const Batch& batch) {
     const LayerConfig& shape = c.layers[size_t(l)];
     const Tensor cos_sin = view(cos_sin_[size_t(shape.rope)], T, int64_t(2 * c.inv_freq[size_t(shape.rope)].size()));
 
-    b.norm_linear(qkv, x, *layer.attn_norm, eps, *layer.attn_qkv);
+    b.norm_linear(qkv, x, norm(layer.attn_norm), *layer.attn_qkv);
     if (c.qk_norm) {
-      b.rms_norm(q, q, *layer.attn_q_norm, eps);
-      b.rms_norm(k, k, *layer.attn_k_norm, eps);
+      b.norm(q, q, norm(layer.attn_q_norm));
+      b.norm(k, k, norm(layer.attn_k_norm));
     }
     b.rope(q, c.head_dim, cos_sin, c.rope_interleaved);
     b.rope(k, c.head_dim, cos_sin, c.rope_interleaved);
@@ -258,19 +261,19 @@ Tensor Model::forward(const Batch& batch) {
     b.store_kv(kv_cache, shape.index, k, v);  // all tokens before any attends: requests of one step may share blocks
     b.paged_attention(attn, q, kv_cache, shape.index,
                       {c.num_heads, c.num_kv_heads, c.head_dim, shape.window, float(c.attention_scale),
-                       float(c.attention_soft_cap)});
+                       float(c.attention_soft_cap), nullptr});
     b.linear(h, attn, *layer.attn_output);
-    if (c.post_norms) b.rms_norm(h, h, *layer.post_attention_norm, eps);
-    b.add(x, h);
+    if (c.post_norms) b.norm(h, h, norm(layer.post_attention_norm));
+    b.add(x, h, 1.0f);
 
-    b.norm_linear(gate_up, x, *layer.ffn_norm, eps, *layer.ffn_gate_up);
-    b.gated_linear(h, gate_up, c.gelu ? Gate::kGelu : Gate::kSilu, *layer.ffn_down);
-    if (c.post_norms) b.rms_norm(h, h, *layer.post_ffw_norm, eps);
-    b.add(x, h);
+    b.norm_linear(gate_up, x, norm(layer.ffn_norm), *layer.ffn_gate_up);
+    b.activated_linear(h, gate_up, activation, *layer.ffn_down);
+    if (c.post_norms) b.norm(h, h, norm(layer.post_ffw_norm));
+    b.add(x, h, 1.0f);
   }
   if (batch.num_logits > 0) {
     b.gather_rows(last, x);
-    b.rms_norm(last, last, *output_norm_, eps);
+    b.norm(last, last, norm(output_norm_));
   }
   return x;
 }
@@ -326,7 +329,7 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
   });
   for (const PooledTokens& p : pooled) {
     const Tensor states = x.slice(p.begin, p.end - p.begin);
-    backend_->rms_norm(states, states, *output_norm_, float(config_.rms_norm_eps));
+    backend_->norm(states, states, {output_norm_.get(), nullptr, float(config_.rms_norm_eps), NormKind::kRms});
     p.pooler->add(backend_->download(states), states.cols, batch.positions[p.begin], int(states.rows));
   }
   backend_->end_step();

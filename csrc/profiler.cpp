@@ -6,12 +6,12 @@ namespace rvllm {
 namespace {
 
 enum Operation : size_t {
-  kSampling, kUpload, kDownload, kEmbedding, kRmsNorm, kRope, kStoreKv, kPagedAttention, kAdd,
-  kGatherRows, kFirstLinear,
+  kSampling, kUpload, kDownload, kEmbedding, kNorm, kRope, kStoreKv, kPagedAttention, kAdd,
+  kGatherRows, kScaleLogits, kFirstLinear,
 };
 constexpr const char* kNames[kFirstLinear] = {
-    "sampling", "upload", "download", "embedding", "rms_norm", "rope", "store_kv", "paged_attention",
-    "add", "gather_rows",
+    "sampling", "upload", "download", "embedding", "norm", "rope", "store_kv", "paged_attention",
+    "add", "gather_rows", "scale_logits",
 };
 
 }  // namespace
@@ -79,8 +79,8 @@ void ProfiledBackend::embedding(Tensor out, const Weight& table, float scale) {
   time(kEmbedding, bytes, 0, [&] { backend_->embedding(out, table, scale); });
 }
 
-void ProfiledBackend::rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) {
-  time(kRmsNorm, 0, 0, [&] { backend_->rms_norm(out, x, weight, eps); });
+void ProfiledBackend::norm(Tensor out, Tensor x, const Norm& norm) {
+  time(kNorm, 0, 0, [&] { backend_->norm(out, x, norm); });
 }
 
 void ProfiledBackend::linear(Tensor out, Tensor x, const Weight& weight) {
@@ -88,14 +88,14 @@ void ProfiledBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->linear(out, x, weight); });
 }
 
-void ProfiledBackend::norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) {
+void ProfiledBackend::norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) {
   const double macs = double(x.rows) * double(weight.rows) * double(weight.cols);
-  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->norm_linear(out, x, norm, eps, weight); });
+  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->norm_linear(out, x, norm, weight); });
 }
 
-void ProfiledBackend::gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) {
+void ProfiledBackend::activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) {
   const double macs = double(out.rows) * double(weight.rows) * double(weight.cols);
-  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->gated_linear(out, gate_up, gate, weight); });
+  time(linear_row(weight), double(weight.bytes), macs, [&] { backend_->activated_linear(out, x, activation, weight); });
 }
 
 void ProfiledBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
@@ -120,12 +120,16 @@ void ProfiledBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache
        [&] { backend_->paged_attention(out, q, cache, layer, params); });
 }
 
-void ProfiledBackend::add(Tensor x, Tensor y) {
-  time(kAdd, 0, 0, [&] { backend_->add(x, y); });
+void ProfiledBackend::add(Tensor x, Tensor y, float scale) {
+  time(kAdd, 0, 0, [&] { backend_->add(x, y, scale); });
 }
 
 void ProfiledBackend::gather_rows(Tensor out, Tensor x) {
   time(kGatherRows, 0, 0, [&] { backend_->gather_rows(out, x); });
+}
+
+void ProfiledBackend::scale_logits(Tensor x, float scale, float soft_cap) {
+  time(kScaleLogits, 0, 0, [&] { backend_->scale_logits(x, scale, soft_cap); });
 }
 
 }  // namespace rvllm

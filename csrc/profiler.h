@@ -50,15 +50,16 @@ class ProfiledBackend final : public Backend {
   void begin_step(const Batch& batch) override;
   void end_step() override { backend_->end_step(); }
   void embedding(Tensor out, const Weight& table, float scale) override;
-  void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) override;
+  void norm(Tensor out, Tensor x, const Norm& norm) override;
   void linear(Tensor out, Tensor x, const Weight& weight) override;
-  void norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) override;
-  void gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) override;
+  void norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) override;
+  void activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) override;
   void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
   void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
   void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
-  void add(Tensor x, Tensor y) override;
+  void add(Tensor x, Tensor y, float scale) override;
   void gather_rows(Tensor out, Tensor x) override;
+  void scale_logits(Tensor x, float scale, float soft_cap) override;
 
  private:
   // Runs an operation to its end and adds its time and work to its row.

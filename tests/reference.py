@@ -24,6 +24,7 @@ __all__ = [
     "fma",
     "forward",
     "gelu",
+    "layer_norm",
     "linear",
     "linear_int8",
     "log_softmax",
@@ -32,6 +33,7 @@ __all__ = [
     "rope",
     "rope_frequencies",
     "silu",
+    "swiglu_oai",
 ]
 
 Float = NDArray[np.float64]
@@ -44,6 +46,12 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Float:
     """x [..., K] over the root of its mean square, times weight [K]. arXiv:1910.07467"""
     x = np.asarray(x, np.float64)
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def layer_norm(x: Array, weight: Array, eps: float) -> Float:
+    """x [..., K] less its mean, over its standard deviation, times weight [K]. arXiv:1607.06450"""
+    x = np.asarray(x, np.float64)
+    return rms_norm(x - x.mean(axis=-1, keepdims=True), weight, eps)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Float:
@@ -73,11 +81,20 @@ def rope(x: Array, positions: Array, frequencies: Array, interleaved: bool) -> F
     return out
 
 
-def attention(q: Array, k: Array, v: Array, scale: float, window: int = 0, soft_cap: float = 0.0) -> Float:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: Array | None = None,
+) -> Float:
     """Causal attention of the last T of S positions: q [T, H, D] over k, v [S, KVH, D]; gives [T, H, D].
 
     H / KVH heads share a KV head. A token sees the last `window` positions, itself included (0: all). Scores
-    become soft_cap * tanh(score / soft_cap) unless soft_cap is 0.
+    become soft_cap * tanh(score / soft_cap) unless soft_cap is 0. sinks [H]: for each head one more score in
+    the softmax, without a value.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(np.asarray(a, np.float64), group, axis=1) for a in (k, v))  # [S, H, D]
@@ -88,7 +105,11 @@ def attention(q: Array, k: Array, v: Array, scale: float, window: int = 0, soft_
     age = position[len(k) - len(q) :, None] - position  # [T, S]
     hidden = (age < 0) | (age >= window) if window else age < 0
     scores = np.where(hidden, -np.inf, scores)
-    return np.einsum("hts,shd->thd", np.exp(log_softmax(scores)), v)
+    if sinks is not None:
+        sink = np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, sink], axis=-1)
+    weights = np.exp(log_softmax(scores))[..., : len(k)]
+    return np.einsum("hts,shd->thd", weights, v)
 
 
 def silu(x: Array) -> Float:
@@ -98,6 +119,12 @@ def silu(x: Array) -> Float:
 def gelu(x: Array) -> Float:
     """The tanh form. arXiv:1606.08415"""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * np.asarray(x, np.float64) ** 3)))
+
+
+def swiglu_oai(gate: Array, up: Array) -> Float:
+    """gpt-oss's gate: silu with a slope of 1.702 of a bounded gate, times a bounded up plus 1."""
+    gate = np.minimum(np.asarray(gate, np.float64), 7.0)
+    return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(np.asarray(up, np.float64), -7.0, 7.0) + 1)
 
 
 def log_softmax(x: Array) -> Float:

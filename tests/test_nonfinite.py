@@ -65,12 +65,15 @@ def test_elementwise_operations_pass_on_any_element(isa: str) -> None:
     backend, one, poison = _core.CpuBackend(1, isa), normal(n, n), normal(n, n, seed=1)
     np.fill_diagonal(poison, np.nan)
     assert np.isnan(np.diag(ops.add(backend, one, poison))).all()
-    assert np.isnan(ops.rms_norm(backend, poison, np.ones(n, np.float32), 1e-5)).all()
-    for gelu in (False, True):
-        for gate_up in (np.hstack([poison, one]), np.hstack([one, poison])):
+    assert np.isnan(np.diag(ops.scale_logits(backend, poison, 0.5, 30.0))).all()
+    for kind in (ops.NormKind.rms, ops.NormKind.layer):
+        assert np.isnan(ops.norm(backend, poison, np.ones(n, np.float32), 1e-5, None, kind)).all()
+    for activation in ops.Activation.__members__.values():
+        inputs = [np.hstack([poison, one]), np.hstack([one, poison])]
+        for x in [poison] if activation == ops.Activation.gelu else inputs:
             for name in ("F32", "Q8_0"):  # a NaN reaches every output of its row, however small its weight
                 weight = random_weights(GGMLType[name], 3, n, 1.0, np.random.default_rng(0)).tobytes()
-                out = ops.gated_linear(backend, int(GGMLType[name]), 3, weight, gate_up, gelu)
+                out = ops.activated_linear(backend, int(GGMLType[name]), 3, weight, x, activation)
                 assert np.isnan(out).all()
 
 

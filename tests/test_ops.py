@@ -112,18 +112,23 @@ def test_embedding_is_the_dequantized_row(backend: _core.CpuBackend, name: str) 
     np.testing.assert_array_equal(scaled, rows * np.float32(25.5))
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("n", [1, 5, 16, 63, 64, 576])
-def test_rms_norm(backend: _core.CpuBackend, n: int) -> None:
-    x, weight = normal(3, n), normal(n, seed=1)
-    out = ops.rms_norm(backend, x, weight, 1e-5)
-    np.testing.assert_allclose(out, reference.rms_norm(x, weight, 1e-5), rtol=2e-6)
-    np.testing.assert_array_equal(out, ops.rms_norm(_core.CpuBackend(1, "scalar"), x, weight, 1e-5))
+def test_norm(backend: _core.CpuBackend, n: int, kind: str) -> None:
+    x, weight = normal(3, n) + 2, normal(n, seed=1)
+    bias = normal(n, seed=2) if kind == "layer" else None
+    out = ops.norm(backend, x, weight, 1e-5, bias, getattr(ops.NormKind, kind))
+    expected = (reference.rms_norm if bias is None else reference.layer_norm)(x, weight, 1e-5)
+    np.testing.assert_allclose(out, expected + (0 if bias is None else bias), rtol=5e-6, atol=2e-6)
+    scalar = ops.norm(_core.CpuBackend(1, "scalar"), x, weight, 1e-5, bias, getattr(ops.NormKind, kind))
+    np.testing.assert_array_equal(out, scalar)
 
 
-def test_rms_norm_of_each_head(backend: _core.CpuBackend) -> None:
-    x, weight = normal(4, 3 * 32), normal(32, seed=1)
+@pytest.mark.parametrize("weights", [1, 3])
+def test_norm_of_each_head(backend: _core.CpuBackend, weights: int) -> None:
+    x, weight = normal(4, 3 * 32), normal(weights, 32, seed=1)
     expected = reference.rms_norm(x.reshape(4, 3, 32), weight, 1e-6).reshape(4, 96)
-    np.testing.assert_allclose(ops.rms_norm(backend, x, weight, 1e-6), expected, rtol=2e-6)
+    np.testing.assert_allclose(ops.norm(backend, x, weight, 1e-6), expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -143,27 +148,34 @@ def test_rope(backend: _core.CpuBackend, interleaved: bool, dim: int) -> None:
     )
 
 
-def gated_activation(backend: _core.CpuBackend, gate_up: Array, gelu: bool) -> Array:
-    """act(gate) * up, through a weight that adds only zeros to it."""
-    n = gate_up.shape[1] // 2
-    return ops.gated_linear(
-        backend, int(GGMLType.F32), n, np.eye(n, dtype=np.float32).tobytes(), gate_up, gelu
-    )
+ACTIVATIONS = {
+    "silu_gated": lambda x: reference.silu(x[0]) * x[1],
+    "gelu_gated": lambda x: reference.gelu(x[0]) * x[1],
+    "swiglu_oai": lambda x: reference.swiglu_oai(x[0], x[1]),
+    "gelu": lambda x: reference.gelu(x[0]),
+}
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-def test_gated_activation(backend: _core.CpuBackend, gelu: bool) -> None:
+def activated(backend: _core.CpuBackend, x: Array, name: str) -> Array:
+    """x through an activation, through a weight that adds only zeros to it."""
+    n = x.shape[1] // (1 if name == "gelu" else 2)
+    weight = np.eye(n, dtype=np.float32).tobytes()
+    return ops.activated_linear(backend, int(GGMLType.F32), n, weight, x, getattr(ops.Activation, name))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activation(backend: _core.CpuBackend, name: str) -> None:
     gate = np.concatenate([np.linspace(-100, 100, 501), [0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4]]).astype(
         np.float32
     )
-    up = normal(len(gate))
-    out = gated_activation(backend, np.concatenate([gate, up])[None], gelu)
+    up = normal(len(gate)) * 5
+    x = gate[None] if name == "gelu" else np.concatenate([gate, up])[None]
+    out = activated(backend, x, name)
     with np.errstate(over="ignore"):
-        expected = (reference.gelu(gate) if gelu else reference.silu(gate)) * up
+        expected = ACTIVATIONS[name](np.stack([gate, up]))
     # The reference's 1 + tanh leaves a rounding error of float64 where gelu vanishes.
-    np.testing.assert_allclose(out[0], expected, rtol=4e-6, atol=1e-13 if gelu else 1e-30)
-    scalar = _core.CpuBackend(1, "scalar")
-    np.testing.assert_array_equal(out, gated_activation(scalar, np.concatenate([gate, up])[None], gelu))
+    np.testing.assert_allclose(out[0], expected, rtol=4e-6, atol=1e-12 if "gelu" in name else 1e-30)
+    np.testing.assert_array_equal(out, activated(_core.CpuBackend(1, "scalar"), x, name))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
@@ -172,18 +184,31 @@ def test_fused_linears_equal_their_parts(backend: _core.CpuBackend, name: str, r
     kind, n, k = GGMLType[name], 35, 256
     weight = random_weights(kind, n, k, 0.05, np.random.default_rng(rows)).tobytes()
     x, norm, gate_up = normal(rows, k), normal(k, seed=1), normal(rows, 2 * k, seed=2)
-    expected = ops.linear(backend, int(kind), n, weight, ops.rms_norm(backend, x, norm, 1e-5))
-    np.testing.assert_array_equal(ops.norm_linear(backend, int(kind), n, weight, x, norm, 1e-5), expected)
-    for gelu in (False, True):
-        expected = ops.linear(backend, int(kind), n, weight, gated_activation(backend, gate_up, gelu))
-        np.testing.assert_array_equal(
-            ops.gated_linear(backend, int(kind), n, weight, gate_up, gelu), expected
-        )
+    for norm_kind in (ops.NormKind.rms, ops.NormKind.layer):
+        args = norm, 1e-5, None, norm_kind
+        expected = ops.linear(backend, int(kind), n, weight, ops.norm(backend, x, *args))
+        np.testing.assert_array_equal(ops.norm_linear(backend, int(kind), n, weight, x, *args), expected)
+    for activation in ACTIVATIONS:
+        inner = x if activation == "gelu" else gate_up
+        expected = ops.linear(backend, int(kind), n, weight, activated(backend, inner, activation))
+        out = ops.activated_linear(backend, int(kind), n, weight, inner, getattr(ops.Activation, activation))
+        np.testing.assert_array_equal(out, expected)
 
 
 def test_add(backend: _core.CpuBackend) -> None:
     x, y = normal(5, 37), normal(5, 37, seed=1)
     np.testing.assert_array_equal(ops.add(backend, x, y), x + y)
+    np.testing.assert_array_equal(ops.add(backend, x, y, 0.22), x + np.float32(0.22) * y)
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 30.0])
+def test_scale_logits(backend: _core.CpuBackend, soft_cap: float) -> None:
+    x = normal(3, 37) * 100
+    scaled = x.astype(np.float64) * 0.5
+    expected = soft_cap * np.tanh(scaled / soft_cap) if soft_cap else scaled
+    out = ops.scale_logits(backend, x, 0.5, soft_cap)
+    np.testing.assert_allclose(out, expected, rtol=2e-6, atol=4e-6)
+    np.testing.assert_array_equal(out, ops.scale_logits(_core.CpuBackend(1, "scalar"), x, 0.5, soft_cap))
 
 
 def kept_bf16(a: Array) -> Array:
@@ -232,7 +257,13 @@ class Step:
             self.tables[i, :count] = order[at : at + count]
             at += count
 
-    def attend(self, backend: _core.CpuBackend, window: int = 0, soft_cap: float = 0.0) -> list[Array]:
+    def attend(
+        self,
+        backend: _core.CpuBackend,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        sinks: Array | None = None,
+    ) -> list[Array]:
         """All tokens of every context are stored; those before the queries have queries of zeros, left out."""
         positions, slots, queries, keep = [], [], [], []
         for i, context in enumerate(self.contexts):
@@ -249,7 +280,7 @@ class Step:
         out = ops.attention(
             backend, np.vstack(queries), np.vstack(self.k), np.vstack(self.v), np.concatenate(positions),
             np.concatenate(slots), starts, np.array(self.contexts), self.tables, self.num_blocks, self.block_size,
-            self.heads, self.kv_heads, window, self.dim**-0.5, soft_cap, self.kv_type,
+            self.heads, self.kv_heads, window, self.dim**-0.5, soft_cap, self.kv_type, sinks,
         )  # fmt: skip
         return [out[starts[i] : starts[i + 1]][keep[i]] for i in range(len(self.contexts))]
 
@@ -265,10 +296,10 @@ class Step:
         )  # fmt: skip
         return list(out)
 
-    def expected(self, i: int, window: int = 0, soft_cap: float = 0.0) -> Array:
+    def expected(self, i: int, window: int = 0, soft_cap: float = 0.0, sinks: Array | None = None) -> Array:
         q = self.q[i].reshape(-1, self.heads, self.dim)
         k, v = (KEPT[self.kv_type.name](a[i].reshape(-1, self.kv_heads, self.dim)) for a in (self.k, self.v))
-        return reference.attention(q, k, v, self.dim**-0.5, window, soft_cap).reshape(len(q), -1)
+        return reference.attention(q, k, v, self.dim**-0.5, window, soft_cap, sinks).reshape(len(q), -1)
 
 
 SHAPES = [(9, 3, 64), (4, 1, 256), (4, 2, 16), (4, 4, 8), (40, 1, 16), (6, 3, 20)]
@@ -290,6 +321,20 @@ def test_attention(
     out = step.attend(backend, window, soft_cap)
     for i in range(4):
         np.testing.assert_allclose(out[i], step.expected(i, window, soft_cap), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
+@pytest.mark.parametrize("window", [0, 300])
+def test_attention_sinks(backend: _core.CpuBackend, window: int, heads: int, kv_heads: int, dim: int) -> None:
+    step = Step([1, 5, 17, 1], [1, 37, 17, 530], 16, heads, kv_heads, dim)
+    sinks = np.linspace(-5, 90, heads, dtype=np.float32)  # from next to nothing to nearly all of the weight
+    out = step.attend(backend, window, 0.0, sinks)
+    for i in range(4):
+        np.testing.assert_allclose(out[i], step.expected(i, window, 0.0, sinks), rtol=2e-5, atol=2e-6)
+        alone = Step([step.queries[i]], [step.contexts[i]], 5, heads, kv_heads, dim)
+        alone.q, alone.k, alone.v = [step.q[i]], [step.k[i]], [step.v[i]]
+        scalar = alone.attend(_core.CpuBackend(1, "scalar"), window, 0.0, sinks)
+        np.testing.assert_array_equal(out[i], scalar[0])
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "bf16", "q8_0"])

@@ -167,10 +167,7 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
 #pragma GCC unroll 8
     for (int i = 0; i < P; ++i) {
       Vec s = mul(sum[i][r], set1(args.scale));
-      if (args.soft_cap > 0.0f) {  // cap * tanh(s / cap)
-        const Vec e = exp(mul(s, set1(2.0f / args.soft_cap)));
-        s = mul(set1(args.soft_cap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
-      }
+      if (args.soft_cap > 0.0f) s = soft_capped(s, args.soft_cap);
       store(scores[row + r] + p + 16 * i - begin, s);
     }
 }

@@ -22,6 +22,7 @@ void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int
   const auto attend = kernels_.attend_partition[int(kv.spec.type)];
   const int d = params.head_dim;
   const int64_t padded_dim = padded_head_dim(d);
+  const float* const sinks = params.sinks ? static_cast<const CpuVector*>(params.sinks)->values.data() : nullptr;
   const int64_t total_rows = plan.num_rows + int64_t(2) * pool_.size() * kMaxQueryRows;
   if (int64_t(attention_rows_.size()) < total_rows * (2 + padded_dim))
     attention_rows_.resize(size_t(total_rows * (2 + padded_dim)));
@@ -73,6 +74,15 @@ void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int
         sum = next;
       else
         kernels_.merge_partition(rows, d, next, sum);
+    }
+    if (sinks) {  // merged last, as a partition of one position whose value is zero
+      const AttentionPart sink = part(scratch + kMaxQueryRows);
+      for (int r = 0; r < rows; ++r) {
+        sink.largest[r] = sinks[span.first_head + r % span.num_heads];
+        sink.total[r] = 1.0f;
+      }
+      std::fill_n(sink.values, rows * padded_dim, 0.0f);
+      kernels_.merge_partition(rows, d, sink, sum);
     }
     int r = 0;
     for (int t = span.first_token; t < span.first_token + span.num_tokens; ++t)

@@ -29,11 +29,6 @@ class CpuWeight final : public Weight {
   bool has_quantized = false;
 };
 
-class CpuVector final : public Weight {
- public:
-  std::vector<float> values;
-};
-
 constexpr int64_t kPieceBytes = 8 << 20;  // of weights repacked at a time
 
 const TypeInfo& checked_type(const HostTensor& t) {
@@ -108,7 +103,7 @@ std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& t
 
 std::unique_ptr<Weight> CpuBackend::load_vector(const HostTensor& tensor) {
   auto weight = std::make_unique<CpuVector>();
-  weight->rows = 1;
+  weight->rows = tensor.rows;
   weight->cols = tensor.cols;
   weight->values = to_floats(tensor);
   return weight;
@@ -141,16 +136,24 @@ void CpuBackend::embedding(Tensor out, const Weight& table, float scale) {
     const int32_t id = batch_->input_ids[t];
     const uint8_t* tile = part.data + id / kTileCols * part.tile_bytes;
     kernels_.unpack_row[int(part.type)]({tile, id % kTileCols, int(out.cols), part.codebook}, out.row(t));
-    if (scale != 1.0f) kernels_.scale(out.row(t), scale, int(out.cols));
+    if (scale != 1.0f) kernels_.scale(out.row(t), scale, 0.0f, int(out.cols));
   });
 }
 
-void CpuBackend::rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) {
-  const auto& values = static_cast<const CpuVector&>(weight).values;
-  const int n = int(values.size());
-  for_rows(x.rows, [&](int64_t t, int) {
-    for (int64_t c = 0; c < x.cols; c += n) kernels_.rms_norm(x.row(t) + c, values.data(), eps, n, out.row(t) + c);
-  });
+void CpuBackend::norm_row(const float* x, int64_t cols, const Norm& norm, float* out) const {
+  const auto& weight = static_cast<const CpuVector&>(*norm.weight);
+  const float* const bias = norm.bias ? static_cast<const CpuVector*>(norm.bias)->values.data() : nullptr;
+  for (int64_t c = 0; c < cols; c += weight.cols) {
+    const float* const values = weight.values.data() + (weight.rows > 1 ? c : 0);
+    if (norm.kind == NormKind::kLayer)
+      kernels_.layer_norm(x + c, values, bias, norm.eps, int(weight.cols), out + c);
+    else
+      kernels_.rms_norm(x + c, values, norm.eps, int(weight.cols), out + c);
+  }
+}
+
+void CpuBackend::norm(Tensor out, Tensor x, const Norm& norm) {
+  for_rows(x.rows, [&](int64_t t, int) { norm_row(x.row(t), x.cols, norm, out.row(t)); });
 }
 
 QuantizedRows CpuBackend::quantized_rows(int64_t rows, int64_t k) {
@@ -169,20 +172,14 @@ void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   multiply(out, x, weight, [](int64_t) {});
 }
 
-void CpuBackend::norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) {
-  const auto& values = static_cast<const CpuVector&>(norm).values;
+void CpuBackend::norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) {
   const Tensor h = linear_input(x.rows, x.cols);
-  multiply(out, h, weight, [&](int64_t t) {
-    kernels_.rms_norm(x.row(t), values.data(), eps, int(x.cols), h.row(t));
-  });
+  multiply(out, h, weight, [&](int64_t t) { norm_row(x.row(t), x.cols, norm, h.row(t)); });
 }
 
-void CpuBackend::gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) {
-  const auto act = gate == Gate::kSilu ? Activation::kSilu : Activation::kGelu;
-  const Tensor h = linear_input(gate_up.rows, gate_up.cols / 2);
-  multiply(out, h, weight, [&](int64_t t) {
-    kernels_.gated_activation(gate_up.row(t), gate_up.row(t) + h.cols, act, int(h.cols), h.row(t));
-  });
+void CpuBackend::activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) {
+  const Tensor h = linear_input(x.rows, is_gated(activation) ? x.cols / 2 : x.cols);
+  multiply(out, h, weight, [&](int64_t t) { kernels_.activate(x.row(t), activation, int(h.cols), h.row(t)); });
 }
 
 Tensor CpuBackend::linear_input(int64_t rows, int64_t k) {
@@ -239,8 +236,12 @@ void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
   });
 }
 
-void CpuBackend::add(Tensor x, Tensor y) {
-  for_rows(x.rows, [&](int64_t t, int) { kernels_.add(x.row(t), y.row(t), int(x.cols)); });
+void CpuBackend::add(Tensor x, Tensor y, float scale) {
+  for_rows(x.rows, [&](int64_t t, int) { kernels_.add(x.row(t), y.row(t), scale, int(x.cols)); });
+}
+
+void CpuBackend::scale_logits(Tensor x, float scale, float soft_cap) {
+  for_rows(x.rows, [&](int64_t t, int) { kernels_.scale(x.row(t), scale, soft_cap, int(x.cols)); });
 }
 
 void CpuBackend::gather_rows(Tensor out, Tensor x) {

@@ -13,6 +13,12 @@
 
 namespace rvllm {
 
+// Norm weights, sinks: [rows, cols] floats.
+class CpuVector final : public Weight {
+ public:
+  std::vector<float> values;
+};
+
 class CpuBackend final : public Backend {
  public:
   // isa: a table's name, or empty for RVLLM_ISA or else the best. Throws invalid_argument when it is not available.
@@ -38,20 +44,22 @@ class CpuBackend final : public Backend {
   void end_step() override {}
 
   void embedding(Tensor out, const Weight& table, float scale) override;
-  void rms_norm(Tensor out, Tensor x, const Weight& weight, float eps) override;
+  void norm(Tensor out, Tensor x, const Norm& norm) override;
   void linear(Tensor out, Tensor x, const Weight& weight) override;
-  void norm_linear(Tensor out, Tensor x, const Weight& norm, float eps, const Weight& weight) override;
-  void gated_linear(Tensor out, Tensor gate_up, Gate gate, const Weight& weight) override;
+  void norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) override;
+  void activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) override;
   void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
   void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
   void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
-  void add(Tensor x, Tensor y) override;
+  void add(Tensor x, Tensor y, float scale) override;
   void gather_rows(Tensor out, Tensor x) override;
+  void scale_logits(Tensor x, float scale, float soft_cap) override;
 
  private:
   // Calls body(row, thread) for each row, several rows a time.
   template <class Body>
   void for_rows(int64_t rows, const Body& body);
+  void norm_row(const float* x, int64_t cols, const Norm& norm, float* out) const;
   QuantizedRows quantized_rows(int64_t rows, int64_t k);
   Tensor linear_input(int64_t rows, int64_t k);
   template <class MakeRow>
@@ -68,7 +76,7 @@ class CpuBackend final : public Backend {
   std::vector<int8_t> q_;
   std::vector<float> scale_, scaled_sum_;
   std::vector<int32_t> sum_, half_sum_;
-  std::vector<float> linear_input_;  // what norm_linear and gated_linear multiply
+  std::vector<float> linear_input_;  // what norm_linear and activated_linear multiply
 };
 
 }  // namespace rvllm

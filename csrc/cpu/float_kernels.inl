@@ -52,6 +52,24 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* out)
   for (int j = 0; j < n; ++j) out[j] = x[j] * factor * weight[j];
 }
 
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+  Vec sum = set1(0.0f), squares = set1(0.0f);
+  int i = 0;
+  for (; i + 16 <= n; i += 16) sum = add(sum, load(x + i));
+  if (i < n) sum = add(sum, load_partial(x + i, n - i, 0.0f));
+  const float mean = reduce_add(sum) / float(n);
+  for (i = 0; i + 16 <= n; i += 16) {
+    const Vec v = sub(load(x + i), set1(mean));
+    squares = fma(v, v, squares);
+  }
+  if (i < n) {
+    const Vec v = sub(load_partial(x + i, n - i, mean), set1(mean));
+    squares = fma(v, v, squares);
+  }
+  const float factor = 1.0f / __builtin_sqrtf(reduce_add(squares) / float(n) + eps);
+  for (int j = 0; j < n; ++j) out[j] = (x[j] - mean) * factor * weight[j] + (bias ? bias[j] : 0.0f);
+}
+
 void rope(float* x, int heads, int head_dim, int dim, bool interleaved, const float* cos_sin) {
   const int half = dim / 2;
   const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
@@ -66,25 +84,60 @@ void rope(float* x, int heads, int head_dim, int dim, bool interleaved, const fl
     }
 }
 
-inline Vec gate(Vec x, Activation act) {
-  // Both are x times a logistic function: silu of x, gelu's tanh form of 2 sqrt(2 / pi) (x + 0.044715 x^3).
-  Vec z = x;
-  if (act == Activation::kGelu)
-    z = mul(set1(1.5957691216057308f), fma(mul(mul(x, x), x), set1(0.044715f), x));
-  return div(x, add(set1(1.0f), exp(sub(set1(0.0f), z))));
+// x times a logistic function of z: silu of x where z is x.
+inline Vec times_logistic(Vec x, Vec z) { return div(x, add(set1(1.0f), exp(sub(set1(0.0f), z)))); }
+
+inline Vec silu(Vec x) { return times_logistic(x, x); }
+
+// The tanh form: z is 2 sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu(Vec x) {
+  return times_logistic(x, mul(set1(1.5957691216057308f), fma(mul(mul(x, x), x), set1(0.044715f), x)));
 }
 
-void gated_activation(const float* g, const float* up, Activation act, int n, float* out) {
+inline Vec swiglu_oai(Vec gate, Vec up) {  // bounds come first in min and max, which then let NaN through
+  const Vec g = min(set1(7.0f), gate), u = max(set1(-7.0f), min(set1(7.0f), up));
+  return mul(times_logistic(g, mul(set1(1.702f), g)), add(u, set1(1.0f)));
+}
+
+template <Activation Kind>
+inline Vec activated(Vec x, Vec up) {
+  if constexpr (Kind == Activation::kSiluGated) return mul(silu(x), up);
+  if constexpr (Kind == Activation::kGeluGated) return mul(gelu(x), up);
+  if constexpr (Kind == Activation::kSwigluOai) return swiglu_oai(x, up);
+  if constexpr (Kind == Activation::kGelu) return gelu(x);
+}
+
+template <Activation Kind>
+void activate_all(const float* x, int n, float* out) {
+  const float* const up = is_gated(Kind) ? x + n : x;
   int i = 0;
-  for (; i + 16 <= n; i += 16) store(out + i, mul(gate(load(g + i), act), load(up + i)));
+  for (; i + 16 <= n; i += 16) store(out + i, activated<Kind>(load(x + i), load(up + i)));
   if (i < n)
-    store_partial(out + i, mul(gate(load_partial(g + i, n - i, 0.0f), act), load_partial(up + i, n - i, 0.0f)), n - i);
+    store_partial(out + i, activated<Kind>(load_partial(x + i, n - i, 0.0f), load_partial(up + i, n - i, 0.0f)), n - i);
 }
 
-void add_to(float* x, const float* y, int n) {
-  for (int i = 0; i < n; ++i) x[i] += y[i];
+void activate(const float* x, Activation activation, int n, float* out) {
+  switch (activation) {
+    case Activation::kSiluGated: return activate_all<Activation::kSiluGated>(x, n, out);
+    case Activation::kGeluGated: return activate_all<Activation::kGeluGated>(x, n, out);
+    case Activation::kSwigluOai: return activate_all<Activation::kSwigluOai>(x, n, out);
+    case Activation::kGelu: return activate_all<Activation::kGelu>(x, n, out);
+  }
 }
 
-void scale_by(float* x, float factor, int n) {
+void add_to(float* x, const float* y, float scale, int n) {
+  for (int i = 0; i < n; ++i) x[i] += scale * y[i];
+}
+
+inline Vec soft_capped(Vec x, float cap) {  // cap * tanh(x / cap)
+  const Vec e = exp(mul(x, set1(2.0f / cap)));
+  return mul(set1(cap), sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f)))));
+}
+
+void scale_by(float* x, float factor, float soft_cap, int n) {
   for (int i = 0; i < n; ++i) x[i] *= factor;
+  if (soft_cap == 0.0f) return;
+  int i = 0;
+  for (; i + 16 <= n; i += 16) store(x + i, soft_capped(load(x + i), soft_cap));
+  if (i < n) store_partial(x + i, soft_capped(load_partial(x + i, n - i, 0.0f), soft_cap), n - i);
 }

@@ -25,7 +25,7 @@ constexpr Kernels make_table(const char* name, TypeList<Types...>) {
       name,
       {linear_kernel<Types>()...},
       {&unpack_row<Types>...},
-      &quantize_rows, &rms_norm, &rope, &gated_activation, &add_to, &scale_by,
+      &quantize_rows, &rms_norm, &layer_norm, &rope, &activate, &add_to, &scale_by,
       {&store_kv<CacheF16>, &store_kv<CacheF32>, &store_kv<CacheBF16>, &store_kv<CacheQ8>},
       {&attend_partition<CacheF16>, &attend_partition<CacheF32>, &attend_partition<CacheBF16>,
        &attend_partition<CacheQ8>},

@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include "activation.h"
 #include "cpu/packed.h"
 #include "kv_cache.h"
 
@@ -90,8 +91,6 @@ struct AttentionPart {
   float* values;   // [rows, padded_head_dim(D)]
 };
 
-enum class Activation : uint8_t { kSilu, kGelu };  // kGelu: the tanh form
-
 struct Kernels {
   const char* name;
 
@@ -108,16 +107,21 @@ struct Kernels {
   // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] over n elements; out may be x. arXiv:1910.07467
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
 
+  // out[i] = (x[i] - mean) / sqrt(variance + eps) * weight[i] + bias[i] over n elements; bias may be null, out may be x.
+  // arXiv:1607.06450
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
+
   // Rotates dim elements of each of `heads` consecutive vectors of head_dim, in place. cos_sin: [dim / 2] cosines, then
   // as many sines. interleaved: pairs (2i, 2i + 1), else (i, i + dim / 2). arXiv:2104.09864
   void (*rope)(float* x, int heads, int head_dim, int dim, bool interleaved, const float* cos_sin);
 
-  // out[i] = act(gate[i]) * up[i]. arXiv:2002.05202
-  void (*gated_activation)(const float* gate, const float* up, Activation act, int n, float* out);
+  // n elements; of a gated activation x holds n gates, then n ups. out must not overlap x.
+  void (*activate)(const float* x, Activation activation, int n, float* out);
 
-  void (*add)(float* x, const float* y, int n);  // x += y
+  void (*add)(float* x, const float* y, float scale, int n);  // x += scale * y
 
-  void (*scale)(float* x, float factor, int n);  // x *= factor
+  // x *= factor, and then x = soft_cap * tanh(x / soft_cap) unless soft_cap is 0.
+  void (*scale)(float* x, float factor, float soft_cap, int n);
 
   // Writes one head's K and V (D floats each) at offset `slot` of a block. Values beyond f16 saturate; infinities and NaN
   // become NaN in f16 and in the scales of q8_0.

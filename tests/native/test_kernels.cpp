@@ -331,14 +331,19 @@ void test_elementwise() {
         });
       };
       one("rms_norm n, kind", [&](const Kernels& t, float* out) { t.rms_norm(out, y.data(), 1e-5f, n, out); });
-      one("silu n, kind", [&](const Kernels& t, float* out) {
-        t.gated_activation(x.data(), y.data(), Activation::kSilu, n, out);
-      });
-      one("gelu n, kind", [&](const Kernels& t, float* out) {
-        t.gated_activation(x.data(), y.data(), Activation::kGelu, n, out);
-      });
-      one("add n, kind", [&](const Kernels& t, float* out) { t.add(out, y.data(), n); });
-      one("scale n, kind", [&](const Kernels& t, float* out) { t.scale(out, 33.3f, n); });
+      for (const float* bias : {(const float*)nullptr, y.data()})
+        one("layer_norm n, kind", [&](const Kernels& t, float* out) { t.layer_norm(out, y.data(), bias, 1e-5f, n, out); });
+      auto gate_up = x;
+      gate_up.resize(size_t(n));
+      gate_up.insert(gate_up.end(), y.begin(), y.end());
+      for (int activation = 0; activation < kNumActivations; ++activation)
+        one(kActivationNames[activation], [&](const Kernels& t, float* out) {
+          t.activate(gate_up.data(), Activation(activation), n, out);
+        });
+      for (float factor : {1.0f, 0.22f})
+        one("add n, kind", [&](const Kernels& t, float* out) { t.add(out, y.data(), factor, n); });
+      for (float soft_cap : {0.0f, 30.0f})
+        one("scale n, kind", [&](const Kernels& t, float* out) { t.scale(out, 33.3f, soft_cap, n); });
     }
 }
 
