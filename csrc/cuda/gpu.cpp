@@ -17,8 +17,8 @@ std::string driver_message() {
   cudaDriverGetVersion(&driver);
   cudaRuntimeGetVersion(&runtime);
   if (driver == 0) return "no NVIDIA driver is installed";
-  return "the NVIDIA driver is for CUDA " + cuda_version(driver) + ", and rvllm was built with CUDA " +
-         cuda_version(runtime) + ": install a newer driver";
+  return "the driver is for CUDA " + cuda_version(driver) + ", and rvllm was built with CUDA " + cuda_version(runtime) +
+         ": install a newer one";
 }
 
 std::string reason(cudaError_t error) {

@@ -1,4 +1,4 @@
-"""The emulator finds the mistakes it is there for: every program of seeded_bugs.cu is caught, and no repaired twin is."""
+"""The emulator finds the mistakes it is there for: each of seeded_bugs.cu is caught, no repaired twin is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,12 @@ REPORTED = {
     "sum_without_syncthreads": "wrong",
     "uninitialised_shared": "wrong",
 }
-LAZY = ["missing_synchronization", "pinned_buffer_used_again", "streams_without_event", "default_stream_unwaited"]
+LAZY = [
+    "missing_synchronization",
+    "pinned_buffer_used_again",
+    "streams_without_event",
+    "default_stream_unwaited",
+]
 TSAN = ["sum_without_syncthreads", "exchange_without_syncwarp", "blocks_race"]
 ASAN = {
     "overread": "heap-buffer-overflow",
@@ -52,7 +57,9 @@ def run(variant: str, name: str, which: str, **settings: str) -> subprocess.Comp
     env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     env.update({f"RVLLM_EMU_{key.upper()}": value for key, value in settings.items()})
     env["ASAN_OPTIONS"] = "detect_stack_use_after_return=0:detect_leaks=0"
-    return subprocess.run([program(variant), name, which], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [program(variant), name, which], env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("order", SCHEDULES)
@@ -105,7 +112,10 @@ def test_a_repaired_program_is_right_and_without_report(name: str, variant: str)
     [
         ("none", "the NVIDIA driver finds no CUDA device"),
         ("no_driver", "no NVIDIA driver is installed"),
-        ("old_driver", "the NVIDIA driver is for CUDA 12.4, and rvllm was built with CUDA 13.0: install a newer driver"),
+        (
+            "old_driver",
+            "the driver is for CUDA 12.4, and rvllm was built with CUDA 13.0: install a newer one",
+        ),
     ],
 )
 def test_a_machine_without_a_device_says_so(device: str, message: str) -> None:
@@ -114,4 +124,7 @@ def test_a_machine_without_a_device_says_so(device: str, message: str) -> None:
 
 def test_too_little_memory_says_how_much_there_is() -> None:
     output = run("plain", "out_of_memory", "bug", memory="2").stdout
-    assert output == "error: [cuda] too little device memory for ones: 4.0 MiB asked for, 2.0 MiB of 2.0 MiB free\n"
+    assert (
+        output
+        == "error: [cuda] too little device memory for ones: 4.0 MiB asked for, 2.0 MiB of 2.0 MiB free\n"
+    )
