@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
+#include <tuple>
 #include <variant>
 
 #include "check.h"
@@ -65,6 +67,15 @@ TensorSource tensor_source(const py::function& find, const py::function& consume
   };
 }
 
+constexpr const char* kQkNormNames[] = {"", "head", "heads", "row"};
+
+template <size_t N>
+int index_of(const char* const (&names)[N], const std::string& name) {
+  const auto at = std::find(std::begin(names), std::end(names), name);
+  check(at != std::end(names), "[config] '", name, "' is unknown");
+  return int(at - std::begin(names));
+}
+
 ModelConfig model_config(const py::dict& d) {
   ModelConfig c;
   c.num_layers = d["num_layers"].cast<int>();
@@ -74,15 +85,23 @@ ModelConfig model_config(const py::dict& d) {
   c.head_dim = d["head_dim"].cast<int>();
   c.intermediate_size = d["intermediate_size"].cast<int>();
   c.vocab_size = d["vocab_size"].cast<int>();
-  c.rms_norm_eps = d["rms_norm_eps"].cast<double>();
+  c.norm_kind = d["layer_norm"].cast<bool>() ? NormKind::kLayer : NormKind::kRms;
+  c.norm_eps = d["norm_eps"].cast<double>();
+  c.activation = Activation(index_of(kActivationNames, d["activation"].cast<std::string>()));
+  c.pre_norms = d["pre_norms"].cast<bool>();
+  c.post_norms = d["post_norms"].cast<bool>();
+  c.parallel_block = d["parallel_block"].cast<bool>();
+  c.qk_norm = QkNorm(index_of(kQkNormNames, d["qk_norm"].cast<std::string>()));
+  c.residual_scale = d["residual_scale"].cast<double>();
+  c.logit_scale = d["logit_scale"].cast<double>();
+  c.logit_soft_cap = d["logit_soft_cap"].cast<double>();
   c.embedding_scale = d["embedding_scale"].cast<double>();
   c.attention_scale = d["attention_scale"].cast<double>();
   c.attention_soft_cap = d["attention_soft_cap"].cast<double>();
   c.rope_interleaved = d["rope_interleaved"].cast<bool>();
-  c.qk_norm = d["qk_norm"].cast<bool>();
-  c.post_norms = d["post_norms"].cast<bool>();
-  c.gelu = d["gelu"].cast<bool>();
-  c.inv_freq = d["inv_freq"].cast<std::vector<std::vector<double>>>();
+  std::tie(c.temperature_scale, c.temperature_length) = d["attention_temperature"].cast<std::pair<double, int>>();
+  for (auto& [inv_freq, scale] : d["rope_tables"].cast<std::vector<std::pair<std::vector<double>, double>>>())
+    c.rope_tables.push_back({std::move(inv_freq), scale});
   for (const auto& [rope, window] : d["layers"].cast<std::vector<std::pair<int, int>>>()) c.layers.push_back({rope, window});
   return c;
 }

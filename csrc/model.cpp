@@ -15,10 +15,23 @@ namespace {
 // Finds tensors by name, checks their shapes, and has the backend load them.
 class Loader {
  public:
-  Loader(Backend& backend, const TensorSource& source) : backend_(backend), source_(source) {}
+  Loader(Backend& backend, const ModelConfig& config, const TensorSource& source)
+      : backend_(backend), config_(config), source_(source) {}
 
-  std::unique_ptr<Weight> vector(const std::string& name, int64_t n) {
-    return backend_.load_vector(find(name, 1, n));
+  // LayerNorm has a bias where the file has one.
+  NormWeights norm(const std::string& name, int64_t cols, int64_t rows = 1) {
+    NormWeights norm;
+    norm.weight = backend_.load_vector(find(name + ".weight", rows, cols));
+    if (config_.norm_kind == NormKind::kLayer && has(name + ".bias"))
+      norm.bias = backend_.load_vector(find(name + ".bias", rows, cols));
+    return norm;
+  }
+
+  // Of each query or key head.
+  NormWeights head_norm(const std::string& name, int heads) {
+    const int64_t dim = config_.head_dim;
+    if (config_.qk_norm == QkNorm::kRow) return norm(name, heads * dim);
+    return norm(name, dim, config_.qk_norm == QkNorm::kHeads ? heads : 1);
   }
 
   // Matrices [rows, cols], stacked; their biases are used where the file has them.
@@ -35,6 +48,20 @@ class Loader {
     return weight;
   }
 
+  // Query, key and value; or gate and up: in one tensor, in this order, or in one each.
+  std::unique_ptr<Weight> attn_qkv(const std::string& blk) {
+    const int64_t dim = config_.head_dim, q = config_.num_heads * dim, kv = config_.num_kv_heads * dim;
+    if (has(blk + "attn_qkv.weight")) return matrix({{blk + "attn_qkv", q + 2 * kv}}, config_.hidden_size);
+    return matrix({{blk + "attn_q", q}, {blk + "attn_k", kv}, {blk + "attn_v", kv}}, config_.hidden_size);
+  }
+  std::unique_ptr<Weight> ffn_gate_up(const std::string& blk) {
+    const int64_t n = config_.intermediate_size;
+    if (!is_gated(config_.activation)) return matrix({{blk + "ffn_up", n}}, config_.hidden_size);
+    const std::optional<HostTensor> up = source_(blk + "ffn_up.weight");
+    if (up && up->rows == 2 * n) return matrix({{blk + "ffn_up", 2 * n}}, config_.hidden_size);
+    return matrix({{blk + "ffn_gate", n}, {blk + "ffn_up", n}}, config_.hidden_size);
+  }
+
   bool has(const std::string& name) const { return source_(name).has_value(); }
 
  private:
@@ -47,6 +74,7 @@ class Loader {
   }
 
   Backend& backend_;
+  const ModelConfig& config_;
   const TensorSource& source_;
 };
 
@@ -70,32 +98,30 @@ Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorS
     : backend_(std::move(backend)), config_(std::move(config)) {
   group_layers();
   const ModelConfig& c = config_;
-  const int64_t hidden = c.hidden_size, q = int64_t(c.num_heads) * c.head_dim, kv = int64_t(c.num_kv_heads) * c.head_dim;
-  Loader load(*backend_, source);
+  const int64_t hidden = c.hidden_size;
+  Loader load(*backend_, c, source);
   token_embd_ = load.matrix({{"token_embd", c.vocab_size}}, hidden);
   for (int l = 0; l < c.num_layers; ++l) {
     const std::string blk = "blk." + std::to_string(l) + ".";
     Layer layer;
-    layer.attn_norm = load.vector(blk + "attn_norm.weight", hidden);
-    layer.attn_qkv = load.matrix({{blk + "attn_q", q}, {blk + "attn_k", kv}, {blk + "attn_v", kv}}, hidden);
-    if (c.qk_norm) {
-      layer.attn_q_norm = load.vector(blk + "attn_q_norm.weight", c.head_dim);
-      layer.attn_k_norm = load.vector(blk + "attn_k_norm.weight", c.head_dim);
+    if (c.pre_norms) layer.attn_norm = load.norm(blk + "attn_norm", hidden);
+    layer.attn_qkv = load.attn_qkv(blk);
+    if (c.qk_norm != QkNorm::kNone) {
+      layer.attn_q_norm = load.head_norm(blk + "attn_q_norm", c.num_heads);
+      layer.attn_k_norm = load.head_norm(blk + "attn_k_norm", c.num_kv_heads);
     }
-    layer.attn_output = load.matrix({{blk + "attn_output", hidden}}, q);
-    layer.ffn_norm = load.vector(blk + "ffn_norm.weight", hidden);
-    layer.ffn_gate_up =
-        load.matrix({{blk + "ffn_gate", c.intermediate_size}, {blk + "ffn_up", c.intermediate_size}}, hidden);
+    layer.attn_output = load.matrix({{blk + "attn_output", hidden}}, int64_t(c.num_heads) * c.head_dim);
+    if (c.post_norms) layer.post_attention_norm = load.norm(blk + "post_attention_norm", hidden);
+    if (c.pre_norms && !c.parallel_block) layer.ffn_norm = load.norm(blk + "ffn_norm", hidden);
+    layer.ffn_gate_up = load.ffn_gate_up(blk);
     layer.ffn_down = load.matrix({{blk + "ffn_down", hidden}}, c.intermediate_size);
-    if (c.post_norms) {
-      layer.post_attention_norm = load.vector(blk + "post_attention_norm.weight", hidden);
-      layer.post_ffw_norm = load.vector(blk + "post_ffw_norm.weight", hidden);
-    }
+    if (c.post_norms) layer.post_ffw_norm = load.norm(blk + "post_ffw_norm", hidden);
     layers_.push_back(std::move(layer));
   }
-  output_norm_ = load.vector("output_norm.weight", hidden);
+  output_norm_ = load.norm("output_norm", hidden);
   if (load.has("output.weight")) output_ = load.matrix({{"output", c.vocab_size}}, hidden);
-  cos_sin_.resize(c.inv_freq.size());
+  q_angles_.resize(c.rope_tables.size());
+  k_angles_.resize(c.rope_tables.size());
 }
 
 void Model::group_layers() {
@@ -205,22 +231,36 @@ Tensor Model::view(Buffer& buffer, int64_t rows, int64_t cols) {
   return Tensor(buffer.data.get(), rows, cols);
 }
 
-// Cosines and sines of every token's angles, in double so that long contexts keep their precision.
-void Model::compute_rope(const Batch& batch) {
-  for (size_t table = 0; table < config_.inv_freq.size(); ++table) {
-    const std::vector<double>& inv_freq = config_.inv_freq[table];
-    const size_t half = inv_freq.size();
-    host_cos_sin_.resize(size_t(batch.num_tokens) * 2 * half);
-    float* out = host_cos_sin_.data();
-    for (int t = 0; t < batch.num_tokens; ++t, out += 2 * half)
-      for (size_t i = 0; i < half; ++i) {
-        const double angle = batch.positions[t] * inv_freq[i];
-        out[i] = float(std::cos(angle));
-        out[half + i] = float(std::sin(angle));
-      }
-    const Tensor device = view(cos_sin_[table], batch.num_tokens, int64_t(2 * half));
-    backend_->upload(device.data, host_cos_sin_.data(), device.rows * device.cols);
+Norm Model::norm(const NormWeights& weights) const {
+  return {weights.weight.get(), weights.bias.get(), float(config_.norm_eps), config_.norm_kind};
+}
+
+// Scaled cosines and sines of every token's angles, in double so that long contexts keep their precision.
+Tensor Model::rope_angles(const Batch& batch, const RopeTable& table, bool of_queries, Buffer& buffer) {
+  const size_t half = table.inv_freq.size();
+  host_angles_.resize(size_t(batch.num_tokens) * 2 * half);
+  float* out = host_angles_.data();
+  for (int t = 0; t < batch.num_tokens; ++t, out += 2 * half) {
+    double scale = table.scale;
+    if (of_queries)
+      scale *= 1 + config_.temperature_scale * std::log(1 + batch.positions[t] / config_.temperature_length);
+    for (size_t i = 0; i < half; ++i) {
+      const double angle = batch.positions[t] * table.inv_freq[i];
+      out[i] = float(std::cos(angle) * scale);
+      out[half + i] = float(std::sin(angle) * scale);
+    }
   }
+  const Tensor device = view(buffer, batch.num_tokens, int64_t(2 * half));
+  backend_->upload(device.data, host_angles_.data(), device.rows * device.cols);
+  return device;
+}
+
+// x, normalized if there is a norm, through a matrix.
+void Model::norm_linear(Tensor out, Tensor x, const NormWeights& weights, const Weight& weight) {
+  if (weights.weight)
+    backend_->norm_linear(out, x, norm(weights), weight);
+  else
+    backend_->linear(out, x, weight);
 }
 
 // The residual stream [T, E] after the last layer; the final hidden states of logits_indices are in last_.
@@ -229,34 +269,37 @@ Tensor Model::forward(const Batch& batch) {
   Backend& b = *backend_;
   const int64_t T = batch.num_tokens, E = c.hidden_size, I = c.intermediate_size;
   const int64_t Q = int64_t(c.num_heads) * c.head_dim, KV = int64_t(c.num_kv_heads) * c.head_dim;
-  const auto norm = [&](const std::unique_ptr<Weight>& weight) {
-    return Norm{weight.get(), nullptr, float(c.rms_norm_eps), NormKind::kRms};
-  };
-  const Activation activation = c.gelu ? Activation::kGeluGated : Activation::kSiluGated;
+  const float residual_scale = float(c.residual_scale);
 
   Tensor x = view(x_, T, E);                    // the residual stream
   Tensor h = view(h_, T, E);                    // a branch off it
   Tensor qkv = view(qkv_, T, Q + 2 * KV);
   Tensor attn = view(attn_, T, Q);
-  Tensor gate_up = view(gate_up_, T, 2 * I);
+  Tensor gate_up = view(gate_up_, T, is_gated(c.activation) ? 2 * I : I);
   Tensor last = view(last_, batch.num_logits, E);
   const Tensor q = qkv.columns(0, Q), k = qkv.columns(Q, KV), v = qkv.columns(Q + KV, KV);
+  std::vector<Tensor> q_angles, k_angles;  // of each RoPE table
+  for (size_t i = 0; i < c.rope_tables.size(); ++i) {
+    const RopeTable& table = c.rope_tables[i];
+    k_angles.push_back(rope_angles(batch, table, false, k_angles_[i]));
+    q_angles.push_back(c.temperature_scale == 0 ? k_angles[i] : rope_angles(batch, table, true, q_angles_[i]));
+  }
 
-  compute_rope(batch);
   b.begin_step(batch);
   b.embedding(x, *token_embd_, float(c.embedding_scale));
   for (int l = 0; l < c.num_layers; ++l) {
     const Layer& layer = layers_[size_t(l)];
     const LayerConfig& shape = c.layers[size_t(l)];
-    const Tensor cos_sin = view(cos_sin_[size_t(shape.rope)], T, int64_t(2 * c.inv_freq[size_t(shape.rope)].size()));
 
-    b.norm_linear(qkv, x, norm(layer.attn_norm), *layer.attn_qkv);
-    if (c.qk_norm) {
+    norm_linear(qkv, x, layer.attn_norm, *layer.attn_qkv);
+    if (c.qk_norm != QkNorm::kNone) {
       b.norm(q, q, norm(layer.attn_q_norm));
       b.norm(k, k, norm(layer.attn_k_norm));
     }
-    b.rope(q, c.head_dim, cos_sin, c.rope_interleaved);
-    b.rope(k, c.head_dim, cos_sin, c.rope_interleaved);
+    if (shape.rope >= 0) {
+      b.rope(q, c.head_dim, q_angles[size_t(shape.rope)], c.rope_interleaved);
+      b.rope(k, c.head_dim, k_angles[size_t(shape.rope)], c.rope_interleaved);
+    }
     KVCache& kv_cache = *kv_caches_[size_t(shape.group)];
     b.store_kv(kv_cache, shape.index, k, v);  // all tokens before any attends: requests of one step may share blocks
     b.paged_attention(attn, q, kv_cache, shape.index,
@@ -264,12 +307,17 @@ Tensor Model::forward(const Batch& batch) {
                        float(c.attention_soft_cap), nullptr});
     b.linear(h, attn, *layer.attn_output);
     if (c.post_norms) b.norm(h, h, norm(layer.post_attention_norm));
-    b.add(x, h, 1.0f);
 
-    b.norm_linear(gate_up, x, norm(layer.ffn_norm), *layer.ffn_gate_up);
-    b.activated_linear(h, gate_up, activation, *layer.ffn_down);
+    if (c.parallel_block) {  // the feed-forward network reads x before attention is added to it
+      norm_linear(gate_up, x, layer.attn_norm, *layer.ffn_gate_up);
+      b.add(x, h, residual_scale);
+    } else {
+      b.add(x, h, residual_scale);
+      norm_linear(gate_up, x, layer.ffn_norm, *layer.ffn_gate_up);
+    }
+    b.activated_linear(h, gate_up, c.activation, *layer.ffn_down);
     if (c.post_norms) b.norm(h, h, norm(layer.post_ffw_norm));
-    b.add(x, h, 1.0f);
+    b.add(x, h, residual_scale);
   }
   if (batch.num_logits > 0) {
     b.gather_rows(last, x);
@@ -286,6 +334,8 @@ void Model::for_logits(const Batch& batch, const Body& body) {
     const int64_t count = std::min<int64_t>(kLogitsRows, last.rows - first);
     const Tensor logits = view(logits_, count, config_.vocab_size);
     backend_->linear(logits, last.slice(first, count), output_ ? *output_ : *token_embd_);
+    if (config_.logit_scale != 1 || config_.logit_soft_cap > 0)
+      backend_->scale_logits(logits, float(config_.logit_scale), float(config_.logit_soft_cap));
     body(first, logits);
   }
 }
@@ -329,7 +379,7 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
   });
   for (const PooledTokens& p : pooled) {
     const Tensor states = x.slice(p.begin, p.end - p.begin);
-    backend_->norm(states, states, {output_norm_.get(), nullptr, float(config_.rms_norm_eps), NormKind::kRms});
+    backend_->norm(states, states, norm(output_norm_));
     p.pooler->add(backend_->download(states), states.cols, batch.positions[p.begin], int(states.rows));
   }
   backend_->end_step();

@@ -15,11 +15,20 @@
 namespace rvllm {
 
 struct LayerConfig {
-  int rope = 0;    // index into ModelConfig::inv_freq
+  int rope = 0;    // index into ModelConfig::rope_tables; -1: no RoPE
   int window = 0;  // sliding window in tokens; 0: full attention
   int group = 0;   // of layers with this window, and which of them it is
   int index = 0;
 };
+
+// RoPE: element pair i at position p is rotated by p * inv_freq[i] and scaled. arXiv:2104.09864
+struct RopeTable {
+  std::vector<double> inv_freq;  // [dim / 2]
+  double scale = 1;
+};
+
+// What attn_q_norm and attn_k_norm normalize: each head by one weight, each by its own, or all heads together.
+enum class QkNorm { kNone, kHead, kHeads, kRow };
 
 struct ModelConfig {
   int num_layers = 0;
@@ -29,16 +38,24 @@ struct ModelConfig {
   int head_dim = 0;
   int intermediate_size = 0;
   int vocab_size = 0;
-  double rms_norm_eps = 0;
+  NormKind norm_kind = NormKind::kRms;
+  double norm_eps = 0;
+  Activation activation = Activation::kSiluGated;
+  bool pre_norms = true;        // of what attention and feed-forward read
+  bool post_norms = false;      // of what they add to the residual stream
+  bool parallel_block = false;  // both read the same norm of the residual stream
+  QkNorm qk_norm = QkNorm::kNone;
   double embedding_scale = 1;
+  double residual_scale = 1;    // of what attention and feed-forward add
+  double logit_scale = 1;
+  double logit_soft_cap = 0;    // 0: none
   double attention_scale = 0;
   double attention_soft_cap = 0;
+  double temperature_scale = 0;  // queries at position p are multiplied by 1 + scale * ln(1 + floor(p / length))
+  int temperature_length = 1;
   bool rope_interleaved = false;
-  bool qk_norm = false;    // RMS norm of each query and key head before RoPE
-  bool post_norms = false; // RMS norm of what attention and feed-forward add to the residual
-  bool gelu = false;       // gate by gelu (tanh form) instead of silu
-  std::vector<std::vector<double>> inv_freq;  // RoPE: angle = position * inv_freq[i], [dim / 2] each
-  std::vector<LayerConfig> layers;            // [num_layers]
+  std::vector<RopeTable> rope_tables;
+  std::vector<LayerConfig> layers;  // [num_layers]
 };
 
 // What a row of logits is wanted for: its sampler picks a token; without one, the log-probability of token_id and of the
@@ -58,6 +75,10 @@ struct PooledTokens {
 
 // Gives the file's tensor of a name, if it has one.
 using TensorSource = std::function<std::optional<HostTensor>(const std::string& name)>;
+
+struct NormWeights {
+  std::unique_ptr<Weight> weight, bias;  // null where the model has no such norm, or no bias
+};
 
 class Model {
  public:
@@ -85,8 +106,8 @@ class Model {
 
  private:
   struct Layer {
-    std::unique_ptr<Weight> attn_norm, attn_qkv, attn_q_norm, attn_k_norm, attn_output, post_attention_norm;
-    std::unique_ptr<Weight> ffn_norm, ffn_gate_up, ffn_down, post_ffw_norm;
+    NormWeights attn_norm, attn_q_norm, attn_k_norm, post_attention_norm, ffn_norm, post_ffw_norm;
+    std::unique_ptr<Weight> attn_qkv, attn_output, ffn_gate_up, ffn_down;  // ffn_gate_up: without a gate, ffn_up
   };
   struct Buffer {
     std::shared_ptr<float> data;
@@ -100,22 +121,25 @@ class Model {
   void check_readers(const Batch& batch, const std::vector<LogitsReader>& readers,
                      const std::vector<PooledTokens>& pooled) const;
   Tensor view(Buffer& buffer, int64_t rows, int64_t cols);
-  void compute_rope(const Batch& batch);
+  Norm norm(const NormWeights& weights) const;
+  Tensor rope_angles(const Batch& batch, const RopeTable& table, bool of_queries, Buffer& buffer);
+  void norm_linear(Tensor out, Tensor x, const NormWeights& norm, const Weight& weight);
   Tensor forward(const Batch& batch);
   template <class Body>
   void for_logits(const Batch& batch, const Body& body);
 
   std::shared_ptr<Backend> backend_;
   ModelConfig config_;
-  std::unique_ptr<Weight> token_embd_, output_norm_, output_;  // output_ is null when tied to token_embd_
+  std::unique_ptr<Weight> token_embd_, output_;  // output_ is null when tied to token_embd_
+  NormWeights output_norm_;
   std::vector<Layer> layers_;
   std::vector<int> windows_;                        // of each group of layers
   std::vector<std::unique_ptr<KVCache>> kv_caches_;  // one a group
   std::vector<int> num_blocks_;
   int block_size_ = 0;
   Buffer x_, h_, qkv_, attn_, gate_up_, last_, logits_;
-  std::vector<Buffer> cos_sin_;     // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
-  std::vector<float> host_cos_sin_;
+  std::vector<Buffer> q_angles_, k_angles_;  // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
+  std::vector<float> host_angles_;
   std::atomic<bool> is_busy_{false};
 };
 

@@ -9,14 +9,22 @@ import math
 import re
 import reprlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
+from rvllm.architectures import ARCHITECTURES, Architecture
 from rvllm.gguf_file import GGUFError, GGUFFile
+from rvllm.rope import SCALING_TYPES, RopeScaling, RopeTable, rope_table
 
 _MAX_POSITION = 2**30  # positions are int32
 _MEAN_POOLING = 1
+# Keys whose other values would change every answer.
+_USUAL_VALUES = {
+    "attention.causal": True,
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
 
 
 KV_CACHE_DTYPES = ("f16", "f32", "bf16", "q8_0")  # q8_0: int8 with a float scale for each 32 elements
@@ -75,37 +83,6 @@ class EngineConfig:
 _OPTIONAL = frozenset({"max_model_len", "num_blocks", "kv_cache_memory", "num_threads", "seed"})
 
 
-class Architecture(NamedTuple):
-    """What sets a family of models apart and is not said in its files."""
-
-    rope_interleaved: bool = False  # RoPE pairs (2i, 2i + 1) instead of (i, i + dim / 2)
-    qk_norm: bool = False
-    post_norms: bool = False
-    gelu: bool = False
-    scaled_embedding: bool = False  # embeddings times sqrt(hidden_size)
-    window_period: int = 0  # every such layer attends to everything, the others through the sliding window
-    wide_query_layers: int = (
-        0  # the size of this many layers scales scores by the width of a query head's input
-    )
-    local_rope_theta: float = 0.0  # of the layers with a window; 0: the same as the others
-
-
-ARCHITECTURES = {
-    "gemma3": Architecture(
-        qk_norm=True,
-        post_norms=True,
-        gelu=True,
-        scaled_embedding=True,
-        window_period=6,
-        wide_query_layers=62,
-        local_rope_theta=10_000.0,
-    ),
-    "llama": Architecture(rope_interleaved=True),
-    "qwen2": Architecture(),
-    "qwen3": Architecture(qk_norm=True),
-}
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder-only transformer. Sizes carry their Hugging Face names."""
@@ -119,29 +96,44 @@ class ModelConfig:
     intermediate_size: int
     vocab_size: int
     context_length: int  # tokens the model was trained for
-    rms_norm_eps: float
-    embedding_scale: float
-    attention_scale: float
-    attention_soft_cap: float
-    rope_interleaved: bool
-    qk_norm: bool
+    norm_eps: float
+    layer_norm: bool  # LayerNorm, not RMSNorm
+    activation: str  # a name in csrc/activation.h
+    pre_norms: bool
     post_norms: bool
-    gelu: bool
-    inv_freq: tuple[tuple[float, ...], ...]  # RoPE tables: angle = position * inv_freq[i]
-    layers: tuple[tuple[int, int], ...]  # for each layer: index of its RoPE table, sliding window (0: none)
+    parallel_block: bool  # attention and feed-forward read the same norm and are added together
+    qk_norm: str  # "", "head", "heads" or "row"; see Architecture
+    embedding_scale: float
+    residual_scale: float  # of what a branch adds to the residual stream
+    logit_scale: float
+    logit_soft_cap: float  # 0: none
+    attention_scale: float
+    attention_soft_cap: float  # 0: none
+    # Queries at position p are multiplied by 1 + scale * ln(1 + floor(p / length)), if scale is not 0.
+    attention_temperature: tuple[float, int]
+    rope_interleaved: bool
+    rope_tables: tuple[RopeTable, ...]
+    layers: tuple[
+        tuple[int, int], ...
+    ]  # for each: index of its RoPE table (-1: no RoPE), sliding window (0: none)
     pooling: int  # of an embedding, by GGUF's numbers: 1 mean, 2 first token, 3 last token
 
     @classmethod
-    def from_gguf(cls, gguf: GGUFFile) -> ModelConfig:
-        """Reads and checks the model's hyper-parameters. Raises GGUFError naming the key that is wrong."""
-        return _Reader(gguf).model_config()
+    def from_gguf(cls, gguf: GGUFFile, max_model_len: int | None = None) -> ModelConfig:
+        """Reads and checks the model's hyper-parameters. Raises GGUFError naming the key that is wrong.
+
+        max_model_len: tokens that a request may have, which some models' RoPE depends on; by default the
+        context length that the file gives.
+        """
+        return _Reader(gguf, max_model_len).model_config()
 
 
 class _Reader:
     """Reads the keys of one file's architecture, each checked against its limits and the tensors' shapes."""
 
-    def __init__(self, gguf: GGUFFile):
+    def __init__(self, gguf: GGUFFile, max_model_len: int | None):
         self.gguf = gguf
+        self.max_model_len = max_model_len
         self.architecture = gguf.architecture
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
@@ -170,15 +162,23 @@ class _Reader:
             raise self.fail(key, f"{value} is not between {low} and {high}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, low: float | None = None) -> float:
+        """A finite number above 0, or from `low` on."""
         value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise self.fail(key, "missing")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.fail(key, f"expected a number, not {reprlib.repr(value)}")
-        if not (math.isfinite(value) and value > 0):
-            raise self.fail(key, f"{value} is not a positive number")
+        if not (math.isfinite(value) and (value > 0 if low is None else value >= low)):
+            expected = "a positive number" if low is None else f"a number from {low} on"
+            raise self.fail(key, f"{value} is not {expected}")
         return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
+        if not isinstance(value, bool):
+            raise self.fail(key, f"expected true or false, not {reprlib.repr(value)}")
+        return value
 
     def rows(self, tensor: str) -> int:
         """Output size of a matrix, and 0 where it is missing: loading it will say so."""
@@ -227,8 +227,15 @@ class _Reader:
             raise self.fail(
                 "block_count", f"{num_layers} layers, but the file has tensors for {max(blocks) + 1}"
             )
+        self.refuse_unknown_ways()
         query_dim = hidden_size // num_heads if num_layers == family.wide_query_layers else head_dim
-        inv_freq, layers = self.rope(family, num_layers, head_dim)
+        rope_tables, layers = self.layers(family, num_layers, head_dim)
+        parallel_block = family.parallel_block and "blk.0.ffn_norm.weight" not in self.gguf.tensors
+        qk_norm = family.qk_norm
+        if qk_norm == "heads" and "blk.0.attn_q_norm.weight" not in self.gguf.tensors:
+            qk_norm = ""
+        logit_scale = self.number("logit_scale", 1.0)
+        norm = "layer_norm" if family.layer_norm else "layer_norm_rms"
         return ModelConfig(
             architecture=self.architecture,
             num_layers=num_layers,
@@ -239,18 +246,34 @@ class _Reader:
             intermediate_size=intermediate_size,
             vocab_size=self.vocab_size(),
             context_length=context_length,
-            rms_norm_eps=self.number("attention.layer_norm_rms_epsilon"),
-            embedding_scale=math.sqrt(hidden_size) if family.scaled_embedding else 1.0,
-            attention_scale=1.0 / math.sqrt(query_dim),
-            attention_soft_cap=0.0,
-            rope_interleaved=family.rope_interleaved,
-            qk_norm=family.qk_norm,
+            norm_eps=self.number(f"attention.{norm}_epsilon"),
+            layer_norm=family.layer_norm,
+            activation=family.activation,
+            pre_norms=family.pre_norms,
             post_norms=family.post_norms,
-            gelu=family.gelu,
-            inv_freq=inv_freq,
+            parallel_block=parallel_block,
+            qk_norm=qk_norm,
+            embedding_scale=self.number(
+                "embedding_scale", math.sqrt(hidden_size) if family.scaled_embedding else 1.0
+            ),
+            residual_scale=self.number("residual_scale", 1.0),
+            logit_scale=1.0 / logit_scale if family.divided_logits else logit_scale,
+            logit_soft_cap=self.number("final_logit_softcapping", family.logit_soft_cap, low=0.0),
+            attention_scale=self.number("attention.scale", 1.0 / math.sqrt(query_dim)),
+            attention_soft_cap=self.number("attn_logit_softcapping", family.attention_soft_cap, low=0.0),
+            attention_temperature=self.attention_temperature(rope_tables, layers, head_dim),
+            rope_interleaved=family.rope_interleaved,
+            rope_tables=rope_tables,
             layers=layers,
             pooling=self.integer("pooling_type", default=0, low=0, high=2**31 - 1) or _MEAN_POOLING,
         )
+
+    def refuse_unknown_ways(self) -> None:
+        """Refuses keys that change what the model computes in ways that are not built."""
+        for key, usual in _USUAL_VALUES.items():
+            value = self.gguf.metadata.get(f"{self.architecture}.{key}", usual)
+            if value != usual:
+                raise self.fail(key, f"{reprlib.repr(value)} is not supported; supported: {usual}")
 
     def keys(self) -> set[str]:
         prefix = f"{self.architecture}."
@@ -267,30 +290,78 @@ class _Reader:
             )
         return rows
 
-    def rope(
+    def layers(
         self, family: Architecture, num_layers: int, head_dim: int
-    ) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[int, int], ...]]:
+    ) -> tuple[tuple[RopeTable, ...], tuple[tuple[int, int], ...]]:
         """RoPE tables and, for each layer, which one it uses and its window. arXiv:2104.09864"""
         dim = self.integer("rope.dimension_count", default=head_dim, high=head_dim)
         if dim % 2:
             raise self.fail("rope.dimension_count", f"{dim} is odd")
-        scaling = self.gguf.metadata.get(f"{self.architecture}.rope.scaling.type", "none")
-        if not isinstance(scaling, str) or scaling not in ("none", "linear"):
-            raise self.fail(
-                "rope.scaling.type", f"{reprlib.repr(scaling)} is not supported; supported: none, linear"
-            )
-        factor = self.number("rope.scaling.factor", 1.0) if scaling == "linear" else 1.0
+        scaling = self.rope_scaling(dim)
         theta = self.number("rope.freq_base", 10_000.0)
-        exponents = np.arange(0, dim, 2) / dim
-        tables = [theta**-exponents / factor / self.rope_factors(dim)]
-        window = 0
-        if family.window_period:
-            window = self.integer("attention.sliding_window", default=0, low=0)
-        if window and family.local_rope_theta:
-            tables.append(self.number("rope.freq_base_swa", family.local_rope_theta) ** -exponents)
+        tables = [rope_table(dim, theta, scaling)]
+        window = self.integer("attention.sliding_window", default=family.window, low=0)
         local = self.local_layers(family.window_period, num_layers) if window else [False] * num_layers
-        layers = tuple((len(tables) - 1, window) if is_local else (0, 0) for is_local in local)
-        return tuple(tuple(float(f) for f in table) for table in tables), layers
+        if window:
+            local_theta = self.number("rope.freq_base_swa", family.local_rope_theta or theta)
+            local_scaling = scaling if family.local_rope_scaled else RopeScaling()
+            tables.append(rope_table(dim, local_theta, local_scaling))
+        if tables[-1] == tables[0]:
+            del tables[1:]
+
+        def has_rope(layer: int) -> bool:
+            if family.rope_if_finetuned and not self.boolean("rope.scaling.finetuned", True):
+                return False
+            if family.no_rope_period and (layer + 1) % family.no_rope_period == 0:
+                return False
+            return local[layer] or not (window and family.rope_in_windows)
+
+        layers = tuple(
+            (is_local * (len(tables) - 1) if has_rope(layer) else -1, window if is_local else 0)
+            for layer, is_local in enumerate(local)
+        )
+        return tuple(tables), layers
+
+    def rope_scaling(self, dim: int) -> RopeScaling:
+        """How RoPE is stretched: rope.scaling.*, and the factors of rope_freqs, or of rope_factors_long or _short."""
+        kind = self.gguf.metadata.get(f"{self.architecture}.rope.scaling.type", "linear")
+        if not isinstance(kind, str) or kind not in SCALING_TYPES:
+            supported = ", ".join(SCALING_TYPES)
+            raise self.fail(
+                "rope.scaling.type", f"{reprlib.repr(kind)} is not supported; supported: {supported}"
+            )
+        context_length = self.integer("context_length", high=2**63)
+        original = self.integer("rope.scaling.original_context_length", context_length, high=2**63)
+        names = ["rope_freqs", "rope_factors_short"]
+        if (self.max_model_len or context_length) > original:
+            names[1] = "rope_factors_long"
+        found = [name for name in names if f"{name}.weight" in self.gguf.tensors]
+        if kind == "longrope" and not found:
+            raise self.fail("rope.scaling.type", f"longrope, but tensor {names[1]}.weight is missing")
+        return RopeScaling(
+            type=kind,
+            factor=self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0)),
+            factors=self.rope_factors(f"{found[0]}.weight", dim) if found else 1.0,
+            original_context_length=original,
+            attention_factor=self.number("rope.scaling.attn_factor", 1.0),
+            beta_fast=self.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self.number("rope.scaling.yarn_beta_slow", 1.0),
+            log_multiplier=self.number("rope.scaling.yarn_log_multiplier", 0.0, low=0.0),
+        )
+
+    def attention_temperature(
+        self, tables: tuple[RopeTable, ...], layers: tuple[tuple[int, int], ...], head_dim: int
+    ) -> tuple[float, int]:
+        key = "attention.temperature_scale"
+        scale = self.number(key, 0.0, low=0.0)
+        original = self.integer(
+            "rope.scaling.original_context_length", self.integer("context_length", high=2**63), high=2**63
+        )
+        # It is part of the queries' RoPE, which must then reach every element.
+        whole = all(table >= 0 and 2 * len(tables[table].inv_freq) == head_dim for table, _ in layers)
+        if scale and not whole:
+            raise self.fail(key, "is not supported where RoPE leaves out layers or elements of a head")
+        return scale, min(original, _MAX_POSITION)
 
     def local_layers(self, period: int, num_layers: int) -> list[bool]:
         """Which layers attend through the sliding window: all but every period-th, unless the file lists them."""
@@ -300,20 +371,18 @@ class _Reader:
             if pattern.size != num_layers:
                 raise self.fail(key, f"{pattern.size} values for {num_layers} layers")
             return [bool(is_local) for is_local in pattern]
-        period = self.integer(key, default=period)
-        return [(layer + 1) % period != 0 for layer in range(num_layers)]
+        period = self.integer(key, default=period, low=0)
+        return [period == 0 or (layer + 1) % period != 0 for layer in range(num_layers)]
 
-    def rope_factors(self, dim: int) -> np.ndarray:
-        """Divisors of the frequencies, as Llama 3.1 files carry them."""
-        tensor = self.gguf.tensors.get("rope_freqs.weight")
-        if tensor is None:
-            return np.ones(dim // 2)
+    def rope_factors(self, name: str, dim: int) -> np.ndarray:
+        """Divisors of the frequencies [dim / 2], as Llama 3.1 and Phi 3 files carry them."""
+        tensor = self.gguf.tensors[name]
         if tensor.shape != (dim // 2,) or tensor.type.name != "F32":
             raise GGUFError(
-                f"{self.gguf.path}: rope_freqs.weight: {tensor.type.name} of shape {tensor.shape}, "
+                f"{self.gguf.path}: {name}: {tensor.type.name} of shape {tensor.shape}, "
                 f"expected F32 of shape {(dim // 2,)}"
             )
         factors = tensor.data.view("<f4").astype(np.float64)
         if not (np.isfinite(factors).all() and (factors > 0).all()):
-            raise GGUFError(f"{self.gguf.path}: rope_freqs.weight: factors must be positive numbers")
+            raise GGUFError(f"{self.gguf.path}: {name}: factors must be positive numbers")
         return factors

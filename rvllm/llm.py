@@ -90,7 +90,7 @@ class LLM:
             profile=profile,
         )
         with GGUFFile(resolve_model(model)) as gguf:
-            model_config = ModelConfig.from_gguf(gguf)
+            model_config = ModelConfig.from_gguf(gguf, max_model_len)
             if tokenizer is None:
                 self.tokenizer = Tokenizer.from_gguf(gguf.metadata)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -208,7 +209,7 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
 
 def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dtype: str) -> _core.Model:
     """Hands the file's tensors to the backend, and gives their pages back as they are packed."""
-    unused = set(gguf.tensors) - {"rope_freqs.weight"}
+    unused = {name for name in gguf.tensors if not _is_read_elsewhere(name)}
     dequantized: dict[str, NDArray[np.float32]] = {}  # tensors the backend has not packed to their end
     if dtype == "float32":
         needed = 4 * sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
@@ -248,11 +249,23 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
         raise
     except ValueError as error:
         raise GGUFError(f"{gguf.path}: {error}") from None
-    if unused:
-        logger.warning(
-            "%s: %d tensors are not used: %s",
-            gguf.path,
-            len(unused),
-            printable(", ".join(sorted(unused)[:5])),
+    if unused:  # an overlooked bias or scale would make every answer wrong
+        name, more = min(unused), f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+        used = sorted(set(gguf.tensors) - unused, key=lambda name: (name.startswith("blk."), name))
+        known = ", ".join(n for n in used if not re.match(r"blk\.(?!0\.)", n))
+        raise GGUFError(
+            f"{gguf.path}: {printable(name)}{more}: {config.architecture} models with such a tensor are not "
+            f"supported; supported: {printable(known)}"
         )
     return model
+
+
+def _is_read_elsewhere(name: str) -> bool:
+    """Whether a tensor is part of the config, or says nothing that the config does not."""
+    return (
+        re.fullmatch(
+            r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight",
+            name,
+        )
+        is not None
+    )

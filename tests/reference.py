@@ -34,12 +34,19 @@ __all__ = [
     "rope_frequencies",
     "silu",
     "swiglu_oai",
+    "yarn_frequencies",
 ]
 
 Float = NDArray[np.float64]
 
-INTERLEAVED_ROPE = ("llama",)  # these files keep the rows of Q and K in pairs (2i, 2i + 1)
-GEMMA3_27B_LAYERS = 62  # this size alone scales scores by hidden / heads, which is not its head_dim
+GEMMAS = ("gemma", "gemma2", "gemma3")
+LAYER_NORM = ("cohere2", "command-r", "stablelm", "starcoder2")
+# These files keep the rows of Q and K in pairs (2i, 2i + 1).
+INTERLEAVED_ROPE = ("cohere2", "command-r", "granite", "internlm2", "llama", "mistral3", "smollm3")
+PARALLEL = ("cohere2", "command-r", "stablelm")  # where a layer has no ffn_norm
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # this size scales scores by hidden / heads, not by head_dim
+WINDOWS = {"gemma2": 4096}  # where the file does not say
+WINDOW_PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "olmo2": 4}
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Float:
@@ -64,6 +71,31 @@ def rope_frequencies(dim: int, theta: float, scale: float = 1.0, factors: Array 
     """Angles of one position, [dim / 2]. scale stretches all wavelengths, factors [dim / 2] each its own."""
     frequencies = theta ** -(np.arange(0, dim, 2) / dim) / scale
     return frequencies if factors is None else frequencies / factors
+
+
+def yarn_frequencies(
+    dim: int,
+    theta: float,
+    factor: float,
+    original_context: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    factors: Array | None = None,
+) -> Float:
+    """rope_frequencies of which the fast ones stay and the slow ones are divided by factor. arXiv:2309.00071
+
+    In between, from the pair that turns beta_fast times within the original context to the one that turns
+    beta_slow times, they are mixed in proportion to the pair's place.
+    """
+    pairs = np.arange(dim // 2)
+    place = [
+        dim * math.log(original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        for turns in (beta_fast, beta_slow)
+    ]
+    low, high = max(math.floor(place[0]), 0), min(math.ceil(place[1]), dim - 1)
+    stretched = np.clip((pairs - low) / max(high - low, 0.001), 0, 1)
+    fast, slow = (rope_frequencies(dim, theta, scale, factors) for scale in (1.0, factor))
+    return fast * (1 - stretched) + slow * stretched
 
 
 def rope(x: Array, positions: Array, frequencies: Array, interleaved: bool) -> Float:
@@ -134,12 +166,15 @@ def log_softmax(x: Array) -> Float:
 
 
 class Transformer:
-    """A llama, qwen2, qwen3 or gemma3 file, read by the gguf package; weights stay in memory once used."""
+    """A GGUF file read by the gguf package; weights stay in memory once used."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], max_model_len: int | None = None):
+        """max_model_len: tokens of context, which chooses between LongRoPE's factors; by default the file's."""
         self.reader = gguf.GGUFReader(path)
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.architecture = self.reader.fields["general.architecture"].contents()
+        self.context_length = self.get("context_length")
+        self.max_model_len = max_model_len or self.context_length
         self.weights: dict[str, Array] = {}
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -168,28 +203,69 @@ class Transformer:
         y = linear_int8(tensor.data.tobytes(), tensor.tensor_type, n, k, x.astype(np.float32))
         return (y if bias is None else y + bias).astype(np.float64)
 
+    def norm(self, x: Float, name: str) -> Float:
+        """x through the norm of that name, and as it is if there is none."""
+        weight, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
+        if weight is None:
+            return x
+        if self.architecture in LAYER_NORM:
+            y = layer_norm(x, weight, self.get("attention.layer_norm_epsilon"))
+        else:
+            y = rms_norm(x, weight, self.get("attention.layer_norm_rms_epsilon"))
+        return y if bias is None else y + bias
+
+    def window(self) -> int:
+        return int(self.get("attention.sliding_window", WINDOWS.get(self.architecture, 0)))
+
     def is_local(self, layer: int) -> bool:
-        """Whether a layer attends through the sliding window: in gemma3 all but every sixth."""
-        if self.architecture != "gemma3" or not self.get("attention.sliding_window", 0):
+        """Whether a layer attends through the sliding window: all do, or all but every n-th."""
+        if not self.window():
             return False
-        period = self.get("attention.sliding_window_pattern", 6)
+        period = self.get("attention.sliding_window_pattern", WINDOW_PERIODS.get(self.architecture, 0))
         return bool(period[layer]) if isinstance(period, list) else period == 0 or (layer + 1) % period != 0
 
-    def rope_frequencies(self, local: bool, head_dim: int) -> Float:
+    def has_rope(self, layer: int) -> bool:
+        if self.architecture == "granite":
+            return bool(self.get("rope.scaling.finetuned", True))
+        if self.architecture == "smollm3":
+            return (layer + 1) % 4 != 0
+        return self.architecture not in ("cohere2", "exaone4") or self.is_local(layer) or not self.window()
+
+    def rope_frequencies(self, local: bool, head_dim: int) -> tuple[Float, float]:
+        """Angles of one position [dim / 2], and what cosines and sines are multiplied by."""
         dim = self.get("rope.dimension_count", head_dim)
-        if local:
-            return rope_frequencies(dim, self.get("rope.freq_base_swa", 10_000.0))
-        scaling = self.get("rope.scaling.type", "none")
-        if scaling not in ("none", "linear"):
-            raise ValueError(f"rope.scaling.type: {scaling!r} is neither none nor linear")
-        scale = self.get("rope.scaling.factor", 1.0) if scaling == "linear" else 1.0
         theta = self.get("rope.freq_base", 10_000.0)
-        return rope_frequencies(dim, theta, scale, self.weight("rope_freqs.weight"))
+        if local and self.architecture == "gemma3":
+            return rope_frequencies(dim, self.get("rope.freq_base_swa", 10_000.0)), 1.0
+        if local:
+            theta = self.get("rope.freq_base_swa", theta)
+            if self.architecture == "olmo2":
+                return rope_frequencies(dim, theta), 1.0
+        scaling = self.get("rope.scaling.type", "linear")
+        factor = 1.0 if scaling == "none" else self.get("rope.scaling.factor", 1.0)
+        magnitude = self.get("rope.scaling.attn_factor", 1.0)
+        original = self.get("rope.scaling.original_context_length", self.context_length)
+        length = "long" if self.max_model_len > original else "short"
+        factors = self.weight("rope_freqs.weight")
+        if factors is None:
+            factors = self.weight(f"rope_factors_{length}.weight")
+        if scaling != "yarn":
+            return rope_frequencies(dim, theta, factor, factors), magnitude
+        betas = (
+            self.get(f"rope.scaling.yarn_beta_{end}", beta) for end, beta in (("fast", 32.0), ("slow", 1.0))
+        )
+        magnitude *= 1 + 0.1 * math.log(factor)
+        magnitude /= 1 + 0.1 * self.get("rope.scaling.yarn_log_multiplier", 0.0) * math.log(factor)
+        return yarn_frequencies(dim, theta, factor, original, *betas, factors), magnitude
 
     def logits(self, token_ids: Sequence[int], int8: bool = False) -> Float:
         """Logits [T, V] of every position, as hidden_states() computes."""
         output = "output" if "output.weight" in self.tensors else "token_embd"
-        return self.linear(self.hidden_states(token_ids, int8), output, int8)
+        logits = self.linear(self.hidden_states(token_ids, int8), output, int8)
+        scale = self.get("logit_scale", 1.0)
+        logits = logits / scale if self.architecture == "granite" else logits * scale
+        cap = self.get("final_logit_softcapping", 30.0 if self.architecture == "gemma2" else 0.0)
+        return cap * np.tanh(logits / cap) if cap else logits
 
     def hidden_states(self, token_ids: Sequence[int], int8: bool = False) -> Float:
         """Final hidden states [T, K] of every position.
@@ -197,49 +273,74 @@ class Transformer:
         int8: matrix products by linear_int8, and K and V rounded to float16 as the KV cache keeps them. What
         then sets the engine apart is the rounding of its other float32 operations.
         """
-        gemma = self.architecture == "gemma3"
         hidden = self.get("embedding_length")
+        residual_scale = self.get("residual_scale", 1.0)
+        default = math.sqrt(hidden) if self.architecture in GEMMAS else 1.0
+        embedding = self.tensors["token_embd.weight"]
+        x = gguf.quants.dequantize(embedding.data[list(token_ids)], embedding.tensor_type)  # [T, K]
+        x = x * self.get("embedding_scale", default)
+        for layer in range(self.get("block_count")):
+            blk = f"blk.{layer}"
+            h = self.norm(x, f"{blk}.attn_norm")
+            branch = self.attention(h, layer, int8)
+            branch = self.norm(branch, f"{blk}.post_attention_norm") * residual_scale
+            if self.architecture in PARALLEL and f"{blk}.ffn_norm.weight" not in self.tensors:
+                x = x + branch + self.feed_forward(h, blk, int8) * residual_scale
+                continue
+            x = x + branch
+            branch = self.feed_forward(self.norm(x, f"{blk}.ffn_norm"), blk, int8)
+            x = x + self.norm(branch, f"{blk}.post_ffw_norm") * residual_scale
+        return self.norm(x, "output_norm")
+
+    def attention(self, h: Float, layer: int, int8: bool) -> Float:
+        """h [T, K] through a layer's attention, without the norms around it: [T, K]."""
+        blk, hidden, num_layers = f"blk.{layer}", self.get("embedding_length"), self.get("block_count")
         num_heads = self.get("attention.head_count")
         num_kv_heads = self.get("attention.head_count_kv", num_heads)
         head_dim = self.get("attention.key_length", hidden // num_heads)
-        eps = self.get("attention.layer_norm_rms_epsilon")
-        num_layers = self.get("block_count")
-        scale = 1 / math.sqrt(hidden / num_heads if gemma and num_layers == GEMMA3_27B_LAYERS else head_dim)
-        positions = np.arange(len(token_ids))
+        gemma_27b = num_layers == GEMMA_27B_LAYERS.get(self.architecture)
+        scale = self.get("attention.scale", 1 / math.sqrt(hidden / num_heads if gemma_27b else head_dim))
+        cap = self.get("attn_logit_softcapping", 50.0 if self.architecture == "gemma2" else 0.0)
+        positions = np.arange(len(h))
+        local = self.is_local(layer)
 
-        def norm(x: Float, name: str) -> Float:
-            weight = self.weight(f"{name}.weight")
-            return x if weight is None else rms_norm(x, weight, eps)
-
-        def heads(x: Float, count: int) -> Float:
-            return x.reshape(len(x), count, head_dim)
-
-        embedding = self.tensors["token_embd.weight"]
-        x = gguf.quants.dequantize(embedding.data[list(token_ids)], embedding.tensor_type)  # [T, K]
-        x = x * (math.sqrt(hidden) if gemma else 1.0)
-        for layer in range(num_layers):
-            blk = f"blk.{layer}"
-            local = self.is_local(layer)
-            frequencies = self.rope_frequencies(local, head_dim)
-
-            h = norm(x, f"{blk}.attn_norm")
-            q = heads(self.linear(h, f"{blk}.attn_q", int8), num_heads)  # [T, H, D]
-            k = heads(self.linear(h, f"{blk}.attn_k", int8), num_kv_heads)  # [T, KVH, D]
-            v = heads(self.linear(h, f"{blk}.attn_v", int8), num_kv_heads)
-            q, k = norm(q, f"{blk}.attn_q_norm"), norm(k, f"{blk}.attn_k_norm")
+        if f"{blk}.attn_qkv.weight" in self.tensors:
+            qkv = self.linear(h, f"{blk}.attn_qkv", int8)
+        else:
+            qkv = np.hstack([self.linear(h, f"{blk}.attn_{name}", int8) for name in "qkv"])
+        sizes = np.cumsum([num_heads * head_dim, num_kv_heads * head_dim])
+        q, k, v = np.split(qkv, sizes, axis=1)
+        if self.architecture == "olmo2":  # one norm for all heads
+            q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
+        q, k, v = (a.reshape(len(h), -1, head_dim) for a in (q, k, v))  # [T, H or KVH, D]
+        if self.architecture != "olmo2":
+            q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
+        if self.has_rope(layer):
+            frequencies, magnitude = self.rope_frequencies(local, head_dim)
+            dim = 2 * len(frequencies)
             q, k = (rope(a, positions, frequencies, self.architecture in INTERLEAVED_ROPE) for a in (q, k))
-            if int8:
-                k, v = k.astype(np.float16), v.astype(np.float16)
-            window = self.get("attention.sliding_window") if local else 0
-            h = attention(q, k, v, scale, window).reshape(len(x), -1)  # [T, H * D]
-            x = x + norm(self.linear(h, f"{blk}.attn_output", int8), f"{blk}.post_attention_norm")
+            q[..., :dim] *= magnitude
+            k[..., :dim] *= magnitude
+        temperature = self.get("attention.temperature_scale", 0.0)
+        if temperature:
+            original = self.get("rope.scaling.original_context_length", self.context_length)
+            q = q * (1 + temperature * np.log(1 + positions // original))[:, None, None]
+        if int8:
+            k, v = k.astype(np.float16), v.astype(np.float16)
+        h = attention(q, k, v, scale, self.window() if local else 0, cap).reshape(len(h), -1)  # [T, H * D]
+        return self.linear(h, f"{blk}.attn_output", int8)
 
-            h = norm(x, f"{blk}.ffn_norm")
-            gate = self.linear(h, f"{blk}.ffn_gate", int8)  # [T, I]
-            up = self.linear(h, f"{blk}.ffn_up", int8)
-            h = (gelu(gate) if gemma else silu(gate)) * up  # arXiv:2002.05202
-            x = x + norm(self.linear(h, f"{blk}.ffn_down", int8), f"{blk}.post_ffw_norm")
-        return norm(x, "output_norm")
+    def feed_forward(self, h: Float, blk: str, int8: bool) -> Float:
+        """h [T, K] through a layer's feed-forward network, without the norms around it: [T, K]."""
+        up = self.linear(h, f"{blk}.ffn_up", int8)  # [T, I], or gate and up in one
+        if self.architecture == "starcoder2":
+            return self.linear(gelu(up), f"{blk}.ffn_down", int8)
+        if f"{blk}.ffn_gate.weight" in self.tensors:
+            gate = self.linear(h, f"{blk}.ffn_gate", int8)
+        else:
+            gate, up = np.split(up, 2, axis=1)
+        h = (gelu(gate) if self.architecture in GEMMAS else silu(gate)) * up  # arXiv:2002.05202
+        return self.linear(h, f"{blk}.ffn_down", int8)
 
 
 def forward(path: str | os.PathLike[str], token_ids: Sequence[int], int8: bool = False) -> Float:

@@ -32,7 +32,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert (c.num_layers, c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim) == (2, 96, 6, 2, 16)
     assert (c.intermediate_size, c.context_length, c.layers) == (96, 512, ((0, 0), (0, 0)))
     assert c.attention_scale == 0.25
-    np.testing.assert_allclose(c.inv_freq[0], 10_000.0 ** -(np.arange(0, 16, 2) / 16))
+    np.testing.assert_allclose(c.rope_tables[0].inv_freq, 10_000.0 ** -(np.arange(0, 16, 2) / 16))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,15 @@ def test_a_good_file(tmp_path: Path) -> None:
         *[("rope.dimension_count", v) for v in (0, 15, 17, 32, 128)],
         *[("attention.key_length", v) for v in (0, 32, 15)],
         ("attention.value_length", 8),
-        ("rope.scaling.type", "yarn"),
+        ("rope.scaling.type", "dynamic"),
+        ("rope.scaling.type", "longrope"),
+        ("rope.scaling.factor", 0.0),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("attention.sliding_window", -1),
+        ("attention.temperature_scale", -0.1),
+        ("final_logit_softcapping", -30.0),
         ("attention.head_count", np.array([6] * 3)),
         ("attention.head_count", np.array([6, 5])),
         ("attention.head_count", np.array([6.0, 6.0])),
@@ -83,7 +91,7 @@ def test_absent_kv_heads_must_fit_the_tensors(tmp_path: Path) -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    assert config(tmp_path / "m.gguf", drop="rope.freq_base").inv_freq[0][1] == pytest.approx(
+    assert config(tmp_path / "m.gguf", drop="rope.freq_base").rope_tables[0].inv_freq[1] == pytest.approx(
         10_000 ** (-1 / 8)
     )
     per_layer = {"attention.head_count": np.array([6, 6], np.uint32)}
@@ -97,7 +105,8 @@ def test_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> No
     gguf = GGUFFile(path)
     gguf.metadata["general.architecture"] = "nope"
     with pytest.raises(
-        GGUFError, match=r"general\.architecture: 'nope' is not supported; supported: gemma3, llama, qwen2"
+        GGUFError,
+        match=r"general\.architecture: 'nope' is not supported; supported: cohere2, .* llama, .*qwen2",
     ):
         ModelConfig.from_gguf(gguf)
 
@@ -123,10 +132,12 @@ def test_rope_factors_are_checked(tmp_path: Path, factors: list[float]) -> None:
 
 def test_gemma3_layers(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    write_tiny_model(path, arch="gemma3", layers=7, sliding_window=24)
+    metadata = {"gemma3.rope.freq_base": 1e6}
+    write_tiny_model(path, arch="gemma3", layers=7, sliding_window=24, metadata=metadata)
     c = ModelConfig.from_gguf(GGUFFile(path))
     assert c.layers == ((1, 24),) * 5 + ((0, 0), (1, 24))
-    assert c.embedding_scale == 8.0 and c.gelu and c.qk_norm and c.post_norms and not c.rope_interleaved
+    assert c.embedding_scale == 8.0 and c.activation == "gelu_gated" and c.qk_norm == "head"
+    assert c.post_norms and not c.rope_interleaved
 
 
 def test_gemma3_27b_scales_by_the_width_of_a_query_head(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -22,6 +23,78 @@ EMBEDDING_SPREAD = 0.6  # the last token and the layers then weigh about the sam
 QUERY_SPREAD = 2.5  # attention that chooses: an average over all tokens would settle on one answer
 LOGITS_SPREAD = 4.0  # large enough that the best token leads clearly
 NORMAL_TOKEN, CONTROL_TOKEN, UNUSED_TOKEN = 1, 3, 5
+
+
+class Family(NamedTuple):
+    """Which tensors and keys an architecture's files have; those of Llama by default."""
+
+    eps_key: str = "layer_norm_rms_epsilon"
+    norm_bias: bool = False
+    attn_norm: bool = True
+    ffn_norm: bool = True
+    post_norms: bool = False
+    qk_norm: str = (
+        ""  # weights of "head": one for each head alike, "heads": for each its own, "row": for all together
+    )
+    fused: bool = False  # query, key and value in one matrix, gate and up in one
+    gated: bool = True
+    biases: tuple[str, ...] = ()  # matrices that have one
+    scaled_embedding: bool = False
+    keys: Mapping[str, object] = {}  # behind the architecture's name
+
+
+_EPS = "layer_norm_epsilon"
+FAMILIES = {
+    "cohere2": Family(
+        eps_key=_EPS, ffn_norm=False, keys={"logit_scale": 0.25, "attention.sliding_window": 12}
+    ),
+    "command-r": Family(eps_key=_EPS, ffn_norm=False, keys={"logit_scale": 0.0625}),
+    "exaone": Family(),
+    "exaone4": Family(attn_norm=False, ffn_norm=False, post_norms=True, qk_norm="head"),
+    "gemma": Family(scaled_embedding=True),
+    "gemma2": Family(
+        post_norms=True,
+        scaled_embedding=True,
+        keys={
+            "attention.sliding_window": 12,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": Family(post_norms=True, qk_norm="head", scaled_embedding=True),
+    "granite": Family(
+        keys={
+            "attention.scale": 0.5,
+            "embedding_scale": 6.0,
+            "residual_scale": 0.4,
+            "logit_scale": 3.0,
+        }
+    ),
+    "internlm2": Family(),
+    "llama": Family(),
+    "mistral3": Family(
+        keys={
+            "attention.temperature_scale": 0.3,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 10,
+            "rope.scaling.yarn_beta_fast": 4.0,
+            "rope.scaling.yarn_log_multiplier": 0.5,
+        }
+    ),
+    "olmo2": Family(attn_norm=False, ffn_norm=False, post_norms=True, qk_norm="row"),
+    "phi3": Family(fused=True),
+    "qwen2": Family(biases=("attn_q", "attn_k", "attn_v")),
+    "qwen3": Family(qk_norm="head"),
+    "smollm3": Family(),
+    "stablelm": Family(eps_key=_EPS, norm_bias=True),
+    "starcoder2": Family(
+        eps_key=_EPS,
+        norm_bias=True,
+        gated=False,
+        biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"),
+    ),
+}
 
 
 def byte_level_tokenizer(vocab: int = VOCAB) -> dict[str, object]:
@@ -62,19 +135,23 @@ def write_tiny_model(
     ff: int | None = None,
     vocab: int = VOCAB,
     tied: bool = True,
+    family: Family | None = None,
     qkv_bias: bool | None = None,
+    rope_dim: int | None = None,
     rope_freqs: Sequence[float] | None = None,
+    rope_factors: Mapping[str, Sequence[float]] | None = None,
     sliding_window: int = 0,
     context_length: int = 512,
     seed: int = 0,
     poisoned_token: int | None = None,
     metadata: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a random llama, qwen2, qwen3 or gemma3 model; the same arguments give the same bytes.
+    """Write a random model of one of FAMILIES; the same arguments give the same bytes.
 
     quant: the type of all matrices, or types by the first pattern that matches a tensor's name, as in
     {"*.ffn_down.*": "Q6_K", "*": "Q4_K"}; the rest is F32. hidden and ff default to 64 and 96, with K-quants
-    to 256 and 512. qkv_bias defaults to what the architecture has. sliding_window is for gemma3.
+    to 256 and 512. family replaces the architecture's row. qkv_bias defaults to what the architecture has.
+    rope_dim: elements of a head with RoPE. rope_factors: of "long" and "short" contexts.
     poisoned_token: one element of its embedding, which must be F32, is NaN. metadata adds keys or replaces
     them. Raises ValueError when the blocks of a type do not divide a matrix.
     """
@@ -83,7 +160,8 @@ def write_tiny_model(
     hidden = hidden or (256 if is_super else 64)
     ff = ff or (512 if is_super else 96)
     head_dim = head_dim or hidden // heads
-    gemma = arch == "gemma3"
+    family = family or FAMILIES[arch]
+    q_size, kv_size = heads * head_dim, kv_heads * head_dim
     rng = np.random.default_rng(seed)
     tensors: list[Tensor] = []
 
@@ -92,11 +170,22 @@ def write_tiny_model(
         data = random_weights(kind, n, k, k**-0.5 if spread is None else spread, rng)
         tensors.append((name, (n, k), int(kind), data.tobytes()))
 
-    def vector(name: str, n: int, mean: float = 1.0, spread: float = 0.1) -> None:
+    def vector(name: str, n: int | tuple[int, int], mean: float = 1.0, spread: float = 0.1) -> None:
         values = mean + spread * rng.standard_normal(n)
-        tensors.append((name, (n,), int(GGMLType.F32), values.astype("<f4").tobytes()))
+        tensors.append((name, values.shape, int(GGMLType.F32), values.astype("<f4").tobytes()))
 
-    spread = EMBEDDING_SPREAD / (math.sqrt(hidden) if gemma else 1.0)
+    def linear(name: str, n: int, k: int, spread: float | None = None, bias: bool = False) -> None:
+        matrix(f"{name}.weight", n, k, spread)
+        if bias or name.split(".")[-1] in family.biases:
+            vector(f"{name}.bias", n, 0.0, 0.3)
+
+    def norm(name: str, n: int = hidden, mean: float = 1.0, spread: float = 0.1) -> None:
+        vector(f"{name}.weight", n, mean, spread)
+        if family.norm_bias:
+            vector(f"{name}.bias", n, 0.0, 0.3)
+
+    scale = float(family.keys.get("embedding_scale", math.sqrt(hidden) if family.scaled_embedding else 1.0))
+    spread = EMBEDDING_SPREAD / scale
     matrix("token_embd.weight", vocab, hidden, spread)
     if poisoned_token is not None:
         name, shape, kind, data = tensors.pop()
@@ -105,33 +194,40 @@ def write_tiny_model(
         tensors.append((name, shape, kind, table.tobytes()))
     for layer in range(layers):
         blk = f"blk.{layer}"
-        vector(f"{blk}.attn_norm.weight", hidden)
-        for name, n in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
-            matrix(
-                f"{blk}.attn_{name}.weight", n, hidden, (QUERY_SPREAD if name == "q" else 1.0) * hidden**-0.5
+        if family.attn_norm:
+            norm(f"{blk}.attn_norm")
+        if family.fused:
+            linear(f"{blk}.attn_qkv", q_size + 2 * kv_size, hidden, 2 * hidden**-0.5)
+        else:
+            for name, n in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+                gain = QUERY_SPREAD if name == "q" else 1.0
+                linear(f"{blk}.attn_{name}", n, hidden, gain * hidden**-0.5, bool(qkv_bias))
+        for name, mean, count in (("q", QUERY_SPREAD, heads), ("k", 1.0, kv_heads)):
+            shape = {"head": head_dim, "heads": (count, head_dim), "row": count * head_dim}.get(
+                family.qk_norm
             )
-            if qkv_bias if qkv_bias is not None else arch == "qwen2":
-                vector(f"{blk}.attn_{name}.bias", n, 0.0, 0.3)
-        if arch in ("qwen3", "gemma3"):
-            vector(f"{blk}.attn_q_norm.weight", head_dim, QUERY_SPREAD)
-            vector(f"{blk}.attn_k_norm.weight", head_dim)
-        matrix(f"{blk}.attn_output.weight", hidden, heads * head_dim)
-        vector(f"{blk}.ffn_norm.weight", hidden)
-        matrix(f"{blk}.ffn_gate.weight", ff, hidden)
-        matrix(f"{blk}.ffn_up.weight", ff, hidden)
-        matrix(f"{blk}.ffn_down.weight", hidden, ff)
-        if gemma:
-            vector(f"{blk}.post_attention_norm.weight", hidden)
-            vector(f"{blk}.post_ffw_norm.weight", hidden)
+            if shape:
+                vector(f"{blk}.attn_{name}_norm.weight", shape, mean)
+        linear(f"{blk}.attn_output", hidden, q_size)
+        if family.ffn_norm:
+            norm(f"{blk}.ffn_norm")
+        if family.gated and not family.fused:
+            linear(f"{blk}.ffn_gate", ff, hidden)
+        linear(f"{blk}.ffn_up", 2 * ff if family.fused else ff, hidden)
+        linear(f"{blk}.ffn_down", hidden, ff)
+        if family.post_norms:
+            norm(f"{blk}.post_attention_norm")
+            norm(f"{blk}.post_ffw_norm")
     # Logits are a normalized x times this norm through the output matrix. The minus keeps tied embeddings
     # from answering every token with itself.
     gain = -LOGITS_SPREAD / (spread * math.sqrt(hidden)) if tied else LOGITS_SPREAD
-    vector("output_norm.weight", hidden, gain, 0.1 * abs(gain))
+    norm("output_norm", hidden, gain, 0.1 * abs(gain))
     if not tied:
-        matrix("output.weight", vocab, hidden)
-    if rope_freqs is not None:
-        factors = np.asarray(rope_freqs, "<f4")
-        tensors.append(("rope_freqs.weight", factors.shape, int(GGMLType.F32), factors.tobytes()))
+        linear("output", vocab, hidden)
+    given = {f"rope_factors_{length}": values for length, values in (rope_factors or {}).items()}
+    for name, values in ({"rope_freqs": rope_freqs} if rope_freqs is not None else given).items():
+        factors = np.asarray(values, "<f4")
+        tensors.append((f"{name}.weight", factors.shape, int(GGMLType.F32), factors.tobytes()))
 
     keys: dict[str, object] = {
         "general.architecture": arch,
@@ -144,11 +240,12 @@ def write_tiny_model(
         f"{arch}.attention.head_count_kv": kv_heads,
         f"{arch}.attention.key_length": head_dim,
         f"{arch}.attention.value_length": head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{arch}.attention.{family.eps_key}": 1e-5,
         f"{arch}.rope.freq_base": 10_000.0,
-        f"{arch}.rope.dimension_count": head_dim,
+        f"{arch}.rope.dimension_count": rope_dim or head_dim,
         f"{arch}.vocab_size": vocab,
         **byte_level_tokenizer(vocab),
+        **{f"{arch}.{key}": value for key, value in family.keys.items()},
     }
     if sliding_window:
         keys[f"{arch}.attention.sliding_window"] = sliding_window

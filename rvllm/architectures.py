@@ -1,0 +1,77 @@
+"""What sets families of models apart and is not said in their files: a row for each general.architecture."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Architecture(NamedTuple):
+    """Flags of one family; the defaults are those of Llama."""
+
+    layer_norm: bool = False  # norms take the mean off (arXiv:1607.06450), not RMS norms
+    activation: str = "silu_gated"  # a name in csrc/activation.h
+    pre_norms: bool = True  # of what attention and feed-forward read
+    post_norms: bool = False  # of what they add to the residual stream
+    parallel_block: bool = False  # layers without ffn_norm: both branches read what attn_norm gives
+    # What attn_q_norm and attn_k_norm normalize: "head" each head by one weight; "heads" each by its own, where the
+    # file has them; "row" all heads together.
+    qk_norm: str = ""
+    attention_soft_cap: float = 0.0  # where the file has no attn_logit_softcapping
+    logit_soft_cap: float = 0.0  # where the file has no final_logit_softcapping
+    scaled_embedding: bool = False  # embeddings times sqrt(hidden_size)
+    divided_logits: bool = False  # logit_scale divides logits, instead of multiplying them
+    wide_query_layers: int = (
+        0  # this many layers: the width of a query head's input scales scores, not head_dim
+    )
+    window: int = 0  # tokens, where the file has no attention.sliding_window
+    window_period: int = 0  # every such layer attends to everything; 0: each one through the window
+    rope_interleaved: bool = False  # RoPE pairs (2i, 2i + 1) instead of (i, i + dim / 2)
+    rope_in_windows: bool = False  # of the layers of a model with windows, only those with one have RoPE
+    no_rope_period: int = 0  # every such layer has no RoPE
+    rope_if_finetuned: bool = False  # rope.scaling.finetuned = false: no layer has RoPE
+    local_rope_theta: float = 0.0  # of the layers with a window; 0: the same as the others
+    local_rope_scaled: bool = True  # whether they share the others' RoPE scaling
+
+
+_GEMMA = Architecture(activation="gelu_gated", scaled_embedding=True)
+
+ARCHITECTURES = {
+    "cohere2": Architecture(
+        layer_norm=True, parallel_block=True, rope_interleaved=True, window_period=4, rope_in_windows=True
+    ),
+    "command-r": Architecture(layer_norm=True, parallel_block=True, rope_interleaved=True, qk_norm="heads"),
+    "exaone": Architecture(),
+    "exaone4": Architecture(
+        pre_norms=False, post_norms=True, qk_norm="head", window_period=4, rope_in_windows=True
+    ),
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA._replace(
+        post_norms=True,
+        attention_soft_cap=50.0,
+        logit_soft_cap=30.0,
+        wide_query_layers=46,
+        window=4096,
+        window_period=2,
+    ),
+    "gemma3": _GEMMA._replace(
+        post_norms=True,
+        qk_norm="head",
+        wide_query_layers=62,
+        window_period=6,
+        local_rope_theta=10_000.0,
+        local_rope_scaled=False,
+    ),
+    "granite": Architecture(rope_interleaved=True, divided_logits=True, rope_if_finetuned=True),
+    "internlm2": Architecture(rope_interleaved=True),
+    "llama": Architecture(rope_interleaved=True),
+    "mistral3": Architecture(rope_interleaved=True),
+    "olmo2": Architecture(
+        pre_norms=False, post_norms=True, qk_norm="row", window_period=4, local_rope_scaled=False
+    ),
+    "phi3": Architecture(),
+    "qwen2": Architecture(),
+    "qwen3": Architecture(qk_norm="head"),
+    "smollm3": Architecture(rope_interleaved=True, no_rope_period=4),
+    "stablelm": Architecture(layer_norm=True, parallel_block=True, qk_norm="heads"),
+    "starcoder2": Architecture(layer_norm=True, activation="gelu"),
+}
