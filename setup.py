@@ -30,7 +30,10 @@ CORE_SOURCES = [
     "csrc/cpu/cpu_attention.cpp",
     "csrc/cpu/ceilings.cpp",
     "csrc/cpu/cpu_backend.cpp",
+    "csrc/cpu/cpu_experts.cpp",
     "csrc/cpu/cpu_features.cpp",
+    "csrc/cpu/cpu_weight.cpp",
+    "csrc/cpu/expert_plan.cpp",
     "csrc/cpu/repack.cpp",
     "csrc/cpu/isa/scalar.cpp",
 ]

@@ -35,11 +35,12 @@ struct Batch {
   std::vector<BlockTables> groups;           // by KVCache::group
 };
 
-// A parameter in the backend's own layout: a matrix [N, K], or a vector [1, K].
+// A parameter in the backend's own layout: a matrix [N, K] (of each expert one), or a vector [1, K].
 class Weight {
  public:
   virtual ~Weight() = default;
   std::string name;  // of its tensor, or of the first of several, without its layer
+  int num_experts = 1;
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t bytes = 0;
@@ -64,6 +65,12 @@ struct Norm {
   const Weight* bias = nullptr;  // [1, cols] or null; only of kLayer
   float eps = 0;
   NormKind kind = NormKind::kRms;
+};
+
+// Of a mixture of experts. arXiv:1701.06538
+struct RouterParams {
+  int num_used = 0;         // k, experts of a token
+  bool normalized = false;  // their weights are a softmax over these k; else over all experts
 };
 
 // The rates of the two things that bound a model, with all threads.
@@ -91,6 +98,9 @@ class Backend {
   // Throws invalid_argument naming the tensor and its type when there is no kernel for it.
   virtual std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
                                               const std::vector<HostTensor>& biases) = 0;
+  // The same of tensors [experts * N_i, K] with biases [experts, N_i], for the operations on experts.
+  virtual std::unique_ptr<Weight> load_experts(int num_experts, const std::vector<HostTensor>& parts,
+                                               const std::vector<HostTensor>& biases) = 0;
   virtual std::unique_ptr<Weight> load_vector(const HostTensor& tensor) = 0;
   virtual std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) = 0;
   virtual size_t kv_cache_bytes(const KVCacheSpec& spec) const = 0;
@@ -110,7 +120,15 @@ class Backend {
   virtual void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) = 0;     // k, v [T, KVH * D] to slot_mapping
   virtual void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                const AttentionParams& params) = 0;              // out, q [T, H * D]
+  // Mixture of experts. From one route to the next, each token has k rows in the backend's own order, one for each of
+  // its experts: those of the largest logits [T, E], of equal ones the first.
+  virtual void route(Tensor logits, const RouterParams& params) = 0;
+  virtual void expert_linear(Tensor out, Tensor x, const Weight& experts) = 0;  // out[T k, N] from x[T, K]
+  virtual void activated_expert_linear(Tensor out, Tensor x, Activation activation,
+                                       const Weight& experts) = 0;              // out[T k, N] from x[T k, K or 2 K]
+  virtual void combine(Tensor out, Tensor y) = 0;  // out[T, N]: a token's rows of y[T k, N] times their weights, summed
   virtual void add(Tensor x, Tensor y, float scale) = 0;                        // x += scale * y
+  virtual void add_gated(Tensor x, Tensor y, Tensor gate) = 0;                  // x += sigmoid(gate[T, 1]) * y
   virtual void gather_rows(Tensor out, Tensor x) = 0;                           // out[i] = x[logits_indices[i]]
   virtual void scale_logits(Tensor x, float scale, float soft_cap) = 0;  // x *= scale, then soft_cap as in attention
 };

@@ -126,6 +126,51 @@ FloatArray activated_linear(Backend& backend, uint32_t type, int64_t n, const py
   return out.numpy();
 }
 
+// Experts' matrices: ggml type, N, bytes of [experts, N, K], biases [experts, N] or None.
+using PyExperts = std::tuple<uint32_t, int64_t, py::bytes, std::optional<FloatArray>>;
+
+std::unique_ptr<Weight> expert_weight(Backend& backend, int num_experts, int64_t k, const PyExperts& experts) {
+  const auto& [type, n, data, bias] = experts;
+  const std::string_view view(data);
+  std::vector<HostTensor> biases;
+  if (bias)
+    biases.push_back({"bias", uint32_t(GgmlType::F32), num_experts, n, reinterpret_cast<const uint8_t*>(bias->data()),
+                      size_t(bias->size()) * 4});
+  return backend.load_experts(num_experts, {{"weight", type, num_experts * n, k,
+                                             reinterpret_cast<const uint8_t*>(view.data()), view.size()}}, biases);
+}
+
+// The weighted sum of what the experts chosen by logits [T, E] make of x [T, K]: of the first matrix alone, or of the
+// second one behind an activation.
+FloatArray mixture(Backend& backend, const FloatArray& logits, int num_used, bool normalized, const FloatArray& x,
+                   const PyExperts& first, const std::optional<PyExperts>& second, Activation activation) {
+  const int num_experts = int(logits.shape(1));
+  const int64_t tokens = x.shape(0), rows = tokens * num_used;
+  const auto gate_up = expert_weight(backend, num_experts, x.shape(1), first);
+  const DeviceMatrix router(backend, logits), in(backend, x), h(backend, rows, gate_up->rows);
+  backend.route(router.tensor, {num_used, normalized});
+  backend.expert_linear(h.tensor, in.tensor, *gate_up);
+  if (!second) {
+    const DeviceMatrix out(backend, tokens, gate_up->rows);
+    backend.combine(out.tensor, h.tensor);
+    backend.synchronize();
+    return out.numpy();
+  }
+  const auto down = expert_weight(backend, num_experts, is_gated(activation) ? gate_up->rows / 2 : gate_up->rows, *second);
+  const DeviceMatrix y(backend, rows, down->rows), out(backend, tokens, down->rows);
+  backend.activated_expert_linear(y.tensor, h.tensor, activation, *down);
+  backend.combine(out.tensor, y.tensor);
+  backend.synchronize();
+  return out.numpy();
+}
+
+FloatArray add_gated(Backend& backend, const FloatArray& x, const FloatArray& y, const FloatArray& gate) {
+  const DeviceMatrix a(backend, x), b(backend, y), g(backend, gate);
+  backend.add_gated(a.tensor, b.tensor, g.tensor);
+  backend.synchronize();
+  return a.numpy();
+}
+
 FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y, float scale) {
   const DeviceMatrix a(backend, x), b(backend, y);
   backend.add(a.tensor, b.tensor, scale);
@@ -185,6 +230,10 @@ void bind_ops(py::module_& m) {
           py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("bias") = py::none(), py::arg("kind") = NormKind::kRms);
   ops.def("activated_linear", &activated_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"),
           py::arg("weight"), py::arg("x"), py::arg("activation"));
+  ops.def("mixture", &mixture, py::arg("backend"), py::arg("logits"), py::arg("num_used"), py::arg("normalized"),
+          py::arg("x"), py::arg("first"), py::arg("second") = py::none(),
+          py::arg("activation") = Activation::kSiluGated);
+  ops.def("add_gated", &add_gated, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("gate"));
   ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("scale") = 1.0f);
   ops.def("scale_logits", &scale_logits, py::arg("backend"), py::arg("x"), py::arg("scale"), py::arg("soft_cap"));
   ops.def("attention", &attention, py::arg("backend"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("positions"),

@@ -7,12 +7,17 @@ namespace {
 
 enum Operation : size_t {
   kSampling, kUpload, kDownload, kEmbedding, kNorm, kRope, kStoreKv, kPagedAttention, kAdd,
-  kGatherRows, kScaleLogits, kFirstLinear,
+  kRoute, kCombine, kAddGated, kGatherRows, kScaleLogits, kFirstLinear,
 };
 constexpr const char* kNames[kFirstLinear] = {
     "sampling", "upload", "download", "embedding", "norm", "rope", "store_kv", "paged_attention",
-    "add", "gather_rows", "scale_logits",
+    "add", "route", "combine", "add_gated", "gather_rows", "scale_logits",
 };
+
+// Of the experts that so many rows use, at most.
+double expert_bytes(const Weight& experts, int64_t rows) {
+  return double(experts.bytes) / experts.num_experts * double(std::min<int64_t>(rows, experts.num_experts));
+}
 
 }  // namespace
 
@@ -120,8 +125,31 @@ void ProfiledBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache
        [&] { backend_->paged_attention(out, q, cache, layer, params); });
 }
 
+void ProfiledBackend::route(Tensor logits, const RouterParams& params) {
+  time(kRoute, 0, 0, [&] { backend_->route(logits, params); });
+}
+
+void ProfiledBackend::expert_linear(Tensor out, Tensor x, const Weight& experts) {
+  const double macs = double(out.rows) * double(experts.rows) * double(experts.cols);
+  time(linear_row(experts), expert_bytes(experts, out.rows), macs, [&] { backend_->expert_linear(out, x, experts); });
+}
+
+void ProfiledBackend::activated_expert_linear(Tensor out, Tensor x, Activation activation, const Weight& experts) {
+  const double macs = double(out.rows) * double(experts.rows) * double(experts.cols);
+  time(linear_row(experts), expert_bytes(experts, out.rows), macs,
+       [&] { backend_->activated_expert_linear(out, x, activation, experts); });
+}
+
+void ProfiledBackend::combine(Tensor out, Tensor y) {
+  time(kCombine, 0, 0, [&] { backend_->combine(out, y); });
+}
+
 void ProfiledBackend::add(Tensor x, Tensor y, float scale) {
   time(kAdd, 0, 0, [&] { backend_->add(x, y, scale); });
+}
+
+void ProfiledBackend::add_gated(Tensor x, Tensor y, Tensor gate) {
+  time(kAddGated, 0, 0, [&] { backend_->add_gated(x, y, gate); });
 }
 
 void ProfiledBackend::gather_rows(Tensor out, Tensor x) {

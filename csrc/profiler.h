@@ -43,6 +43,10 @@ class ProfiledBackend final : public Backend {
                                       const std::vector<HostTensor>& biases) override {
     return backend_->load_weight(parts, biases);
   }
+  std::unique_ptr<Weight> load_experts(int num_experts, const std::vector<HostTensor>& parts,
+                                       const std::vector<HostTensor>& biases) override {
+    return backend_->load_experts(num_experts, parts, biases);
+  }
   std::unique_ptr<Weight> load_vector(const HostTensor& tensor) override { return backend_->load_vector(tensor); }
   std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) override;
   size_t kv_cache_bytes(const KVCacheSpec& spec) const override { return backend_->kv_cache_bytes(spec); }
@@ -57,7 +61,12 @@ class ProfiledBackend final : public Backend {
   void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
   void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
   void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
+  void route(Tensor logits, const RouterParams& params) override;
+  void expert_linear(Tensor out, Tensor x, const Weight& experts) override;
+  void activated_expert_linear(Tensor out, Tensor x, Activation activation, const Weight& experts) override;
+  void combine(Tensor out, Tensor y) override;
   void add(Tensor x, Tensor y, float scale) override;
+  void add_gated(Tensor x, Tensor y, Tensor gate) override;
   void gather_rows(Tensor out, Tensor x) override;
   void scale_logits(Tensor x, float scale, float soft_cap) override;
 

@@ -32,6 +32,8 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_frequencies",
+    "route",
+    "sigmoid",
     "silu",
     "swiglu_oai",
     "yarn_frequencies",
@@ -157,6 +159,21 @@ def swiglu_oai(gate: Array, up: Array) -> Float:
     """gpt-oss's gate: silu with a slope of 1.702 of a bounded gate, times a bounded up plus 1."""
     gate = np.minimum(np.asarray(gate, np.float64), 7.0)
     return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(np.asarray(up, np.float64), -7.0, 7.0) + 1)
+
+
+def sigmoid(x: Array) -> Float:
+    return np.exp(-np.logaddexp(0, -np.asarray(x, np.float64)))
+
+
+def route(logits: Array, num_used: int, normalized: bool) -> tuple[NDArray[np.int64], Float]:
+    """The num_used largest of logits [T, E], of equal ones the first, and their weights, both [T, num_used].
+
+    Weights are a softmax over the chosen ones if normalized, else over all. arXiv:1701.06538
+    """
+    chosen = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :num_used]
+    over = np.take_along_axis(logits, chosen, axis=1) if normalized else logits
+    probabilities = np.exp(log_softmax(np.asarray(over, np.float64)))
+    return chosen, probabilities if normalized else np.take_along_axis(probabilities, chosen, axis=1)
 
 
 def log_softmax(x: Array) -> Float:

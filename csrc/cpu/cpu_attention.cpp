@@ -2,6 +2,7 @@
 
 #include "cpu/cpu_backend.h"
 #include "cpu/cpu_kv_cache.h"
+#include "cpu/cpu_weight.h"
 
 namespace rvllm {
 

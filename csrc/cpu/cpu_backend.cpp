@@ -5,48 +5,19 @@
 #include <cstring>
 #include <new>
 
-#include "check.h"
 #include "cpu/ceilings.h"
 #include "cpu/cpu_features.h"
 #include "cpu/cpu_kv_cache.h"
-#include "cpu/repack.h"
+#include "cpu/cpu_weight.h"
 
 namespace rvllm {
 namespace {
 
-// Matrices of one K that are multiplied together: query, key and value, or gate and up. They may differ in type.
-class CpuWeight final : public Weight {
- public:
-  struct Part {
-    PackedType type;
-    const Codebook* codebook;
-    int64_t rows, first_row, tile_bytes;
-    uint8_t* data;  // in the backend's arena
-    int tiles() const { return int((rows + kTileCols - 1) / kTileCols); }
-  };
-  std::vector<Part> parts;
-  std::vector<float> bias;
-  bool has_quantized = false;
-};
+std::vector<ExpertRows> all_rows(Tensor x) { return {{0, 0, int(x.rows)}}; }
 
-constexpr int64_t kPieceBytes = 8 << 20;  // of weights repacked at a time
-
-const TypeInfo& checked_type(const HostTensor& t) {
-  const TypeInfo* type = find_type(t.type);
-  check(type != nullptr, t.name, ": ggml type ", t.type, " has no CPU kernel");
-  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
-        " blocks of ", type->block_size);
-  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
-        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
-  return *type;
-}
-
-std::vector<float> to_floats(const HostTensor& t) {
-  const TypeInfo& type = checked_type(t);
-  std::vector<float> values(size_t(t.rows * t.cols));
-  dequantize_row(type, t.data, values.data(), t.rows * t.cols);
-  if (t.consumed) t.consumed(t.bytes);
-  return values;
+QuantizedRows from_row(const QuantizedRows& x, int64_t row, int64_t row_blocks) {
+  const int64_t at = row * row_blocks;
+  return {x.q + at * kBlock, x.scale + at, x.scaled_sum + at, x.sum + at, x.half_sum + 2 * at};
 }
 
 }  // namespace
@@ -66,63 +37,12 @@ void CpuBackend::upload(float* dst, const float* src, int64_t count) {
   std::memcpy(dst, src, size_t(count) * sizeof(float));
 }
 
-std::unique_ptr<Weight> CpuBackend::load_weight(const std::vector<HostTensor>& tensors,
-                                                const std::vector<HostTensor>& biases) {
-  auto weight = std::make_unique<CpuWeight>();
-  weight->cols = tensors.front().cols;
-  for (const HostTensor& t : tensors) {
-    const TypeInfo& type = checked_type(t);
-    CpuWeight::Part part;
-    part.type = packed_type(type);
-    part.codebook = type.codebook;
-    part.rows = t.rows;
-    part.first_row = weight->rows;
-    part.tile_bytes = packed_tile_bytes(part.type, t.cols);
-    part.data = arena_.take(size_t(part.tiles() * part.tile_bytes));
-    // Piece by piece, so that a large tensor is not in memory twice.
-    const int64_t piece = std::max<int64_t>(4 * pool_.size(), kPieceBytes / part.tile_bytes);
-    for (int64_t first = 0; first < part.tiles(); first += piece) {
-      const int64_t count = std::min(piece, part.tiles() - first);
-      pool_.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
-        for (int64_t tile = first + begin; tile < first + end; ++tile)
-          repack_tile(type, t.data, t.rows, t.cols, tile, part.data + tile * part.tile_bytes);
-      });
-      if (t.consumed) t.consumed(size_t(std::min(t.rows, (first + count) * kTileCols)) * (t.bytes / size_t(t.rows)));
-    }
-    weight->rows += t.rows;
-    weight->bytes += part.tiles() * part.tile_bytes;
-    weight->has_quantized |= type.decode != nullptr;
-    weight->parts.push_back(std::move(part));
-  }
-  for (const HostTensor& t : biases) {
-    const std::vector<float> values = to_floats(t);
-    weight->bias.insert(weight->bias.end(), values.begin(), values.end());
-  }
-  return weight;
-}
-
-std::unique_ptr<Weight> CpuBackend::load_vector(const HostTensor& tensor) {
-  auto weight = std::make_unique<CpuVector>();
-  weight->rows = tensor.rows;
-  weight->cols = tensor.cols;
-  weight->values = to_floats(tensor);
-  return weight;
-}
-
 size_t CpuBackend::kv_cache_bytes(const KVCacheSpec& s) const {
   return size_t(s.num_blocks) * CpuKVCache::block_stride(s);
 }
 
 std::unique_ptr<KVCache> CpuBackend::alloc_kv_cache(const KVCacheSpec& spec) {
   return std::make_unique<CpuKVCache>(spec);
-}
-
-template <class Body>
-void CpuBackend::for_rows(int64_t rows, const Body& body) {
-  const int64_t grain = std::max<int64_t>(1, rows / (4 * pool_.size()));
-  pool_.parallel_for(rows, grain, [&](int64_t begin, int64_t end, int thread) {
-    for (int64_t row = begin; row < end; ++row) body(row, thread);
-  });
 }
 
 void CpuBackend::begin_step(const Batch& batch) {
@@ -169,17 +89,23 @@ QuantizedRows CpuBackend::quantized_rows(int64_t rows, int64_t k) {
 }
 
 void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
-  multiply(out, x, weight, [](int64_t) {});
+  multiply(out, x, weight, all_rows(x), {});
 }
 
 void CpuBackend::norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) {
   const Tensor h = linear_input(x.rows, x.cols);
-  multiply(out, h, weight, [&](int64_t t) { norm_row(x.row(t), x.cols, norm, h.row(t)); });
+  multiply(out, h, weight, all_rows(h), [&](int64_t t) { norm_row(x.row(t), x.cols, norm, h.row(t)); });
 }
 
 void CpuBackend::activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) {
+  multiply_activated(out, x, activation, weight, all_rows(x));
+}
+
+void CpuBackend::multiply_activated(Tensor out, Tensor x, Activation activation, const Weight& weight,
+                                    const std::vector<ExpertRows>& groups) {
   const Tensor h = linear_input(x.rows, is_gated(activation) ? x.cols / 2 : x.cols);
-  multiply(out, h, weight, [&](int64_t t) { kernels_.activate(x.row(t), activation, int(h.cols), h.row(t)); });
+  multiply(out, h, weight, groups,
+           [&](int64_t t) { kernels_.activate(x.row(t), activation, int(h.cols), h.row(t)); });
 }
 
 Tensor CpuBackend::linear_input(int64_t rows, int64_t k) {
@@ -187,33 +113,41 @@ Tensor CpuBackend::linear_input(int64_t rows, int64_t k) {
   return Tensor(linear_input_.data(), rows, k);
 }
 
-// make_row(t) writes row t of x just before it is quantized, while it is in the first-level cache.
-template <class MakeRow>
-void CpuBackend::multiply(Tensor out, Tensor x, const Weight& weight, const MakeRow& make_row) {
+void CpuBackend::multiply(Tensor out, Tensor x, const Weight& weight, const std::vector<ExpertRows>& groups,
+                          const std::function<void(int64_t)>& make_row) {
   const auto& w = static_cast<const CpuWeight&>(weight);
-  LinearArgs args{};
-  args.k = int(x.cols);
-  args.rows = int(x.rows);
-  args.x = x.data;
-  args.x_stride = x.stride;
-  args.out_stride = out.stride;
-  if (w.has_quantized) args.xq = quantized_rows(x.rows, x.cols);
+  QuantizedRows xq{};
+  if (w.has_quantized) xq = quantized_rows(x.rows, x.cols);
   for_rows(x.rows, [&](int64_t t, int) {
-    make_row(t);
-    if (w.has_quantized) kernels_.quantize_rows(x.data, x.stride, args.k, args.xq, int(t), int(t) + 1);
+    if (make_row) make_row(t);
+    if (w.has_quantized) kernels_.quantize_rows(x.data, x.stride, int(x.cols), xq, int(t), int(t) + 1);
   });
-  for (const CpuWeight::Part& part : w.parts) {
-    args.weight = part.data;
-    args.tile_bytes = part.tile_bytes;
-    args.codebook = part.codebook;
-    args.n = int(part.rows);
-    args.bias = w.bias.empty() ? nullptr : w.bias.data() + part.first_row;
-    args.out = out.data + part.first_row;
-    const int64_t grain = std::clamp<int64_t>(part.tiles() / (4 * pool_.size()), 1, 64);
-    pool_.parallel_for(part.tiles(), grain, [&](int64_t begin, int64_t end, int) {
-      kernels_.linear[int(part.type)](args, int(begin), int(end));
-    });
-  }
+  const int64_t group_tiles = w.tiles(), tiles = group_tiles * int64_t(groups.size());
+  const int64_t grain = std::clamp<int64_t>(tiles / (4 * pool_.size()), 1, 64);
+  pool_.parallel_for(tiles, grain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end;) {
+      const ExpertRows& group = groups[size_t(i / group_tiles)];
+      int tile = int(i % group_tiles);
+      auto part = w.parts.begin();
+      for (; tile >= part->tiles(); ++part) tile -= part->tiles();
+      const int count = int(std::min<int64_t>(end - i, part->tiles() - tile));
+      LinearArgs args{};
+      args.weight = part->expert(group.expert);
+      args.tile_bytes = part->tile_bytes;
+      args.codebook = part->codebook;
+      args.k = int(x.cols);
+      args.n = int(part->rows);
+      args.rows = group.count;
+      args.x = x.row(group.first);
+      args.x_stride = x.stride;
+      if (w.has_quantized) args.xq = from_row(xq, group.first, x.cols / kBlock);
+      args.bias = w.bias.empty() ? nullptr : w.bias.data() + group.expert * w.rows + part->first_row;
+      args.out = out.row(group.first) + part->first_row;
+      args.out_stride = out.stride;
+      kernels_.linear[int(part->type)](args, tile, tile + count);
+      i += count;
+    }
+  });
 }
 
 void CpuBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {

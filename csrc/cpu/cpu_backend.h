@@ -1,6 +1,8 @@
 // The processor as a device: packed weights, a kernel table for its instruction set, and a pool of threads.
 #pragma once
 
+#include <algorithm>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -8,16 +10,11 @@
 #include "backend.h"
 #include "cpu/arena.h"
 #include "cpu/attention_plan.h"
+#include "cpu/expert_plan.h"
 #include "cpu/kernels.h"
 #include "thread_pool.h"
 
 namespace rvllm {
-
-// Norm weights, sinks: [rows, cols] floats.
-class CpuVector final : public Weight {
- public:
-  std::vector<float> values;
-};
 
 class CpuBackend final : public Backend {
  public:
@@ -36,6 +33,8 @@ class CpuBackend final : public Backend {
 
   std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
                                       const std::vector<HostTensor>& biases) override;
+  std::unique_ptr<Weight> load_experts(int num_experts, const std::vector<HostTensor>& parts,
+                                       const std::vector<HostTensor>& biases) override;
   std::unique_ptr<Weight> load_vector(const HostTensor& tensor) override;
   std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) override;
   size_t kv_cache_bytes(const KVCacheSpec& spec) const override;
@@ -51,19 +50,33 @@ class CpuBackend final : public Backend {
   void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
   void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
   void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
+  void route(Tensor logits, const RouterParams& params) override;
+  void expert_linear(Tensor out, Tensor x, const Weight& experts) override;
+  void activated_expert_linear(Tensor out, Tensor x, Activation activation, const Weight& experts) override;
+  void combine(Tensor out, Tensor y) override;
   void add(Tensor x, Tensor y, float scale) override;
+  void add_gated(Tensor x, Tensor y, Tensor gate) override;
   void gather_rows(Tensor out, Tensor x) override;
   void scale_logits(Tensor x, float scale, float soft_cap) override;
 
  private:
   // Calls body(row, thread) for each row, several rows a time.
   template <class Body>
-  void for_rows(int64_t rows, const Body& body);
+  void for_rows(int64_t rows, const Body& body) {
+    const int64_t grain = std::max<int64_t>(1, rows / (4 * pool_.size()));
+    pool_.parallel_for(rows, grain, [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t row = begin; row < end; ++row) body(row, thread);
+    });
+  }
   void norm_row(const float* x, int64_t cols, const Norm& norm, float* out) const;
   QuantizedRows quantized_rows(int64_t rows, int64_t k);
   Tensor linear_input(int64_t rows, int64_t k);
-  template <class MakeRow>
-  void multiply(Tensor out, Tensor x, const Weight& weight, const MakeRow& make_row);
+  // Each group of rows by its expert. make_row(t), if any, writes row t of x just before it is quantized, while it is
+  // in the first-level cache.
+  void multiply(Tensor out, Tensor x, const Weight& weight, const std::vector<ExpertRows>& groups,
+                const std::function<void(int64_t)>& make_row);
+  void multiply_activated(Tensor out, Tensor x, Activation activation, const Weight& weight,
+                          const std::vector<ExpertRows>& groups);
   const AttentionPlan& attention_plan(const AttentionParams& params, const BlockTables& tables, int block_size);
 
   const Kernels& kernels_;
@@ -71,6 +84,7 @@ class CpuBackend final : public Backend {
   Arena arena_;
   const Batch* batch_ = nullptr;
   std::vector<AttentionPlan> attention_plans_;  // of this step, one for each kind of layer
+  ExpertPlan experts_;                          // of the last route
   std::vector<float> attention_rows_;           // results of partitions: those that are kept, then two a thread
   // Quantized activations of the linear under way, kept from one to the next.
   std::vector<int8_t> q_;

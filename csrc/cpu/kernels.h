@@ -120,6 +120,12 @@ struct Kernels {
 
   void (*add)(float* x, const float* y, float scale, int n);  // x += scale * y
 
+  // The num_used largest of a token's logits, largest first and of equal ones the first, and their weights: a softmax
+  // over these if normalized, else over all logits.
+  void (*route)(const float* logits, int num_experts, int num_used, bool normalized, int32_t* experts, float* weights);
+
+  float (*sigmoid)(float x);
+
   // x *= factor, and then x = soft_cap * tanh(x / soft_cap) unless soft_cap is 0.
   void (*scale)(float* x, float factor, float soft_cap, int n);
 

@@ -342,9 +342,33 @@ void test_elementwise() {
         });
       for (float factor : {1.0f, 0.22f})
         one("add n, kind", [&](const Kernels& t, float* out) { t.add(out, y.data(), factor, n); });
+      one("sigmoid n, kind", [&](const Kernels& t, float* out) {
+        for (int i = 0; i < n; ++i) out[i] = t.sigmoid(out[i]);
+      });
       for (float soft_cap : {0.0f, 30.0f})
         one("scale n, kind", [&](const Kernels& t, float* out) { t.scale(out, 33.3f, soft_cap, n); });
     }
+}
+
+void test_route() {
+  for (int num_experts : {1, 8, 17, 32, 60, 128})
+    for (int num_used : {1, 2, 4, 8})
+      for (int kind = 0; num_used <= num_experts && kind < 3; ++kind) {
+        auto logits = kind == 2 ? hostile(num_experts, 16) : normals(num_experts, 17, 8.0f);
+        if (kind == 1)
+          for (float& logit : logits) logit = float(int(logit));  // many are equal
+        for (int normalized = 0; normalized < 2; ++normalized)
+          compare(named("route E, k, kind, normalized", num_experts, num_used, kind, normalized),
+                  [&](const Kernels& table) {
+                    auto experts = output<int32_t>(num_used);
+                    auto weights = output(num_used);
+                    table.route(logits.data(), num_experts, num_used, normalized, experts.data(), weights.data());
+                    Bits bits;
+                    bits.add(experts);
+                    bits.add(weights);
+                    return bits;
+                  });
+      }
 }
 
 void test_rope() {
@@ -491,6 +515,7 @@ int main() {
   test_dot_products();
   test_halves();
   test_elementwise();
+  test_route();
   test_rope();
   test_store_kv();
   test_merge();

@@ -8,6 +8,7 @@ namespace rvllm {
 namespace {
 #include "cpu/isa/vec_avx2.h"
 #include "cpu/float_kernels.inl"
+#include "cpu/expert_kernels.inl"
 #include "cpu/attention_kernels.inl"
 #include "cpu/linear_kernels.inl"
 #include "cpu/kernel_table.inl"

@@ -6,6 +6,7 @@ namespace rvllm {
 namespace {
 #include "cpu/isa/vec_scalar.h"
 #include "cpu/float_kernels.inl"
+#include "cpu/expert_kernels.inl"
 #include "cpu/attention_kernels.inl"
 #include "cpu/linear_kernels.inl"
 #include "cpu/kernel_table.inl"
