@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import build_emulated
 import pytest
 
-pytest.importorskip("pybind11")
+pytest.importorskip("pybind11", reason="the emulator's tests need rvllm[dev] and a C++ compiler")
 SOURCE = Path(__file__).with_name("seeded_bugs.cu")
 SCHEDULES = ["0", "1", "2", "3"]
 
@@ -128,3 +129,28 @@ def test_too_little_memory_says_how_much_there_is() -> None:
         output
         == "error: [cuda] too little device memory for ones: 4.0 MiB asked for, 2.0 MiB of 2.0 MiB free\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "compiler", "runner"),
+    [
+        ("ucontext", "g++ -DRV_EMU_UCONTEXT", []),
+        ("aarch64", "aarch64-linux-gnu-g++ -static", ["qemu-aarch64"]),
+    ],
+)
+def test_other_ways_to_switch_fibers(
+    name: str, compiler: str, runner: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tool in (compiler.split()[0], *runner):
+        if not shutil.which(tool):
+            pytest.skip(f"needs {tool}")
+    directory = build_emulated.build_directory(name)
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv("RVLLM_EMU_BUILD", str(directory))
+    path = build_emulated.build_program("plain", SOURCE, directory)
+    for bug, report in REPORTED.items():
+        for which, expected in (("bug", report), ("fixed", "right")):
+            output = subprocess.run(
+                [*runner, path, bug, which], capture_output=True, text=True, timeout=60
+            ).stdout
+            assert expected in output, (bug, which)
