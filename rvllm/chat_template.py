@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from rvllm.chat_messages import ChatTemplateError, Message, adapt, fold_system, with_texts
 from rvllm.tokenizer import Tokenizer
-from rvllm.tool_prompt import tell_tools
+from rvllm.tool_formats import find_format
+from rvllm.tool_prompt import TOOLS_IN_MESSAGE, put_tools, tell_tools, write_calls
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+__all__ = ["ChatTemplate", "ChatTemplateError", "Message"]
 
 log = logging.getLogger(__name__)
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that no text is expected to hold
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-GOES_THROUGH_PARTS = re.compile(r"for\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
 MAX_DEPTH = 100  # levels of lists and dicts in messages and tools
-
-Message = Mapping[str, Any]
-
-
-class ChatTemplateError(ValueError):
-    """A template that is broken, or that refuses the messages; one line."""
 
 
 class ChatTemplate:
@@ -90,7 +86,7 @@ class ChatTemplate:
         Raises ChatTemplateError.
         """
         template = self.compile()
-        messages = self._with_texts(messages)
+        messages = [adapt(self.source, message) for message in with_texts(self.source, messages)]
         end = ""
         if continue_final_message:
             if add_generation_prompt:
@@ -120,24 +116,15 @@ class ChatTemplate:
             text = text[: text.rindex(end)]
         return text
 
-    def _with_texts(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages whose lists of content parts are one text each, unless the template goes through them itself."""
-        plain = []
-        for i, message in enumerate(messages):
-            parts = message.get("content") if isinstance(message, Mapping) else None
-            if isinstance(parts, (list, tuple)):
-                for j, part in enumerate(parts):
-                    kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-                    if kind not in TEXT_PARTS:
-                        where = f"messages.{i}.content.{j}"
-                        raise ChatTemplateError(
-                            f"{where}: parts of type {kind!r:.50} are not supported: the model reads text"
-                        )
-                texts = [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
-                if len(texts) == len(parts) and not GOES_THROUGH_PARTS.search(self.source):
-                    message = {**message, "content": "\n".join(map(str, texts))}
-            plain.append(message)
-        return plain
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a system message reaches the model: some templates refuse it, or leave it out."""
+        (probe,) = _unused_characters([self.source], 1)
+        messages = [{"role": "system", "content": probe}, {"role": "user", "content": "x"}]
+        try:
+            return probe in self.render(messages)
+        except ChatTemplateError:
+            return False
 
     def encode_chat(
         self,
@@ -150,10 +137,20 @@ class ChatTemplate:
         """The prompt as token ids, with one BOS if the model wants one.
 
         Control tokens come from the template alone: written in a message (or tool, or any other argument) they
-        are plain text. A template that knows no tools is told of them in the system message. Raises ChatTemplateError.
+        are plain text. A template that knows no tools is told of them in the system message; one that would leave
+        calls out has them in the contents, and one that would leave the system message out has it in the user's.
+        Raises ChatTemplateError.
         """
-        if kwargs.get("tools") and "tools" not in self.source:
-            messages = tell_tools(messages, kwargs.pop("tools"))
+        if not all(isinstance(message, Mapping) for message in messages):
+            raise ChatTemplateError("messages: must be objects with a role and a content")
+        has_calls = any(message.get("tool_calls") for message in messages)
+        if (kwargs.get("tools") or has_calls) and "tools" not in self.source:
+            messages = tell_tools(messages, kwargs.pop("tools", None) or ())
+            has_calls = False
+        elif kwargs.get("tools") and TOOLS_IN_MESSAGE.search(self.source):
+            messages = put_tools(messages, kwargs.pop("tools"))
+        if messages and messages[0].get("role") == "system" and not self.takes_system:
+            messages = fold_system(messages)
         # What begins a control token in an argument is disguised by a private-use character while the template
         # runs: it can be trimmed, cut and joined like any other, but makes no token.
         arguments = list(_strings([messages, kwargs]))
@@ -171,8 +168,11 @@ class ChatTemplate:
             return text.translate(symbols)
 
         def render(change: Callable[[str], str]) -> str:
-            changed = _map_strings(messages, change), _map_strings(kwargs, change)
-            return self.render(changed[0], add_generation_prompt, continue_final_message, **changed[1])
+            changed = _map_strings(messages, change)
+            if has_calls and "tool_calls" not in self.source:
+                changed = write_calls(changed, find_format(self.source))
+            arguments = _map_strings(kwargs, change)
+            return self.render(changed, add_generation_prompt, continue_final_message, **arguments)
 
         def control_ids(text: str) -> list[str | int]:
             return [piece for piece in tokenizer.split_control(text) if isinstance(piece, int)]

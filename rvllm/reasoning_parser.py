@@ -4,24 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-MARKERS = (  # (start, end), the first pair that a chat template holds is its model's
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<thought>", "</thought>"),
-)
-
-
-def find_markers(template: str) -> tuple[str, str] | None:
-    """The marks that a chat template's model thinks between; None for a model that does not think."""
-    return next((pair for pair in MARKERS if pair[0] in template or pair[1] in template), None)
-
-
-def is_thinking(prompt: str, start: str, end: str) -> bool:
-    """Whether a prompt (its last tokens, as text, do) leaves the model within its thoughts."""
-    return prompt.rfind(start) > prompt.rfind(end)
-
 
 class _State(Enum):
     BEFORE = 0  # the text may still turn out to begin with the start mark
@@ -34,13 +16,22 @@ class _State(Enum):
 class ReasoningParser:
     """Splits an answer that may begin with thoughts between two marks; what follows is content.
 
+    answer: marks that the content may be between in turn; they are no part of it.
     starts_inside: the prompt has opened the thoughts. White space beside the marks belongs to neither part.
     The cutting of the text into pieces never matters, and no piece of a mark is ever returned.
     """
 
-    def __init__(self, start: str = "<think>", end: str = "</think>", starts_inside: bool = False) -> None:
+    def __init__(
+        self,
+        start: str = "<think>",
+        end: str = "</think>",
+        answer: tuple[str, str] | None = None,
+        starts_inside: bool = False,
+    ) -> None:
         self._start = start
         self._end = end
+        # These are cut out in the same way; what is inside and behind them is content.
+        self._answer = None if answer is None else ReasoningParser(*answer)
         self._starts_inside = starts_inside
         self._state = _State.BEFORE
         self._held = ""
@@ -58,14 +49,23 @@ class ReasoningParser:
         if self._state is not _State.CONTENT:
             return reasoning, ""
         content, self._held = self._held, ""
-        return reasoning, content
+        return reasoning, self._unwrapped(content)
 
     def finish(self) -> tuple[str, str]:
         """The rest of an answer that ends here: (reasoning, content)."""
         held, self._held = self._held, ""
-        if self._state is _State.BEFORE:
-            return (held.strip(), "") if self._starts_inside else ("", held)
-        return held.rstrip(), ""
+        if self._state is _State.BEFORE and not self._starts_inside:
+            return "", self._unwrapped(held, is_final=True)
+        return held.strip() if self._state is _State.BEFORE else held.rstrip(), self._unwrapped(
+            "", is_final=True
+        )
+
+    def _unwrapped(self, content: str, is_final: bool = False) -> str:
+        if self._answer is None:
+            return content
+        inner, outer = self._answer.push(content)
+        rest = self._answer.finish() if is_final else ("", "")
+        return inner + outer + rest[0] + rest[1]
 
     def _look_for_start(self) -> None:
         text = self._held.lstrip()

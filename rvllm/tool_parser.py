@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rvllm.reasoning_parser import held_back
+from rvllm.tool_formats import ToolFormat
+from rvllm.tool_xml import find_end, read_call
 
 _SPACE = " \t\r\n"
-_NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
 _JSON_CHARACTERS = frozenset('{}[],:+-."0123456789truefalsnE \t\r\n')  # that it is made of outside of strings
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a family of models writes tool calls: as JSON objects or lists of them, behind a mark.
-
-    starts: the marks. end: a mark that may follow; "" for none. is_bare: an answer that is JSON from its first
-    character on is a call as well, without a mark. has_names: `name[ARGS]{...}`, with the arguments alone as JSON, is
-    a call as well. id_length: letters and digits of a call's id; some templates insist on a length.
-    """
-
-    name: str
-    starts: tuple[str, ...] = ()
-    end: str = ""
-    is_bare: bool = False
-    has_names: bool = False
-    id_length: int = 24
-
-
-HERMES = ToolFormat("hermes", ("<tool_call>",), "</tool_call>")
-LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), is_bare=True)
-MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), has_names=True, id_length=9)
-GRANITE = ToolFormat("granite", ("<|tool_call|>", "<tool_call>"))
-JSON = ToolFormat("json", is_bare=True)
-
-FORMATS = {tool_format.name: tool_format for tool_format in (HERMES, LLAMA3, MISTRAL, GRANITE, JSON)}
 
 
 @dataclass(frozen=True)
@@ -53,19 +27,6 @@ class ToolCall:
     arguments: str
 
 
-def find_format(template: str) -> ToolFormat:
-    """The form that a chat template's text teaches; hermes, the commonest, where it says nothing of tools."""
-    if "[TOOL_CALLS]" in template:
-        return MISTRAL
-    if "<|tool_call|>" in template:
-        return GRANITE
-    if "<tool_call>" in template:
-        return HERMES
-    if "<|python_tag|>" in template or "ipython" in template or '"parameters":' in template:
-        return LLAMA3
-    return HERMES
-
-
 class ToolCallParser:
     """Takes the text of an answer in pieces; returns content (str) and calls (ToolCall) in their order.
 
@@ -73,15 +34,16 @@ class ToolCallParser:
     or something else, and a mark with nothing behind it. White space around calls belongs to nothing. The cutting of
     the text into pieces never matters.
 
-    tool_names: the tools that there are; JSON without a mark is a call only of one of them.
+    tools: the tools that there are, with the JSON schemas of their parameters. JSON without a mark is a call only of
+    one of them; the schemas tell what the values of an XML call are.
     parallel: False keeps only the first call.
     """
 
     def __init__(
-        self, tool_format: ToolFormat, tool_names: Collection[str] = (), parallel: bool = True
+        self, tool_format: ToolFormat, tools: Mapping[str, Any] | None = None, parallel: bool = True
     ) -> None:
         self._format = tool_format
-        self._tool_names = frozenset(tool_names)
+        self._tools = tools or {}
         self._parallel = parallel
         self._held = ""
         self._is_final = False
@@ -103,75 +65,99 @@ class ToolCallParser:
 
     def _parsed(self) -> Iterator[None]:
         if self._format.is_bare:
-            yield from self._calls("", is_marked=False)
+            yield from self._calls("", "")
         while True:
-            mark = yield from self._content()
+            before, mark = yield from self._content()
             if not mark:
                 return
-            yield from self._calls(mark, is_marked=True)
+            yield from self._calls(before, mark)
 
-    def _content(self) -> Generator[None, None, str]:
-        """Passes text on as content until a mark; takes that, and returns it with the white space before it."""
+    def _content(self) -> Generator[None, None, tuple[str, str]]:
+        """Passes text on as content until a mark; takes that, and returns it, behind the white space before it."""
         while True:
             marks = [(at, mark) for mark in self._format.starts if (at := self._held.find(mark)) >= 0]
             if marks:
                 at, mark = min(marks)
                 certain = self._held[:at].rstrip()
-                end = at + len(mark)
+                before, end = self._held[len(certain) : at], at + len(mark)
             elif self._is_final:
-                certain, end = self._held, len(self._held)
+                certain, before, mark, end = self._held, "", "", len(self._held)
             else:
                 kept = max((held_back(self._held, mark) for mark in self._format.starts), default=0)
                 certain = self._held[: len(self._held) - kept].rstrip()
                 end = len(certain)
-            rest = self._held[len(certain) : end]
             self._held = self._held[end:]
             self._add_content(certain)
             if marks or self._is_final:
-                return rest
+                return before, mark
             yield
 
-    def _calls(self, before: str, is_marked: bool) -> Iterator[None]:
-        """Takes the calls that begin here. before: what was taken already, content if there is none."""
+    def _calls(self, before: str, mark: str) -> Iterator[None]:
+        """Takes the calls that begin here. before and mark: what was taken already, content if there is none."""
+        is_marked = mark != ""
         while True:
             at = yield from self._skip(_SPACE)
-            name = ""
-            if self._format.has_names and is_marked and self._held[at : at + 1] not in ("{", "["):
-                while "{" not in self._held[at:] and not self._is_final:
-                    yield
-                match = _NAME.match(self._held, at)
-                name, at = (match[1], match.end()) if match else ("", at)
-            scan = JSONScan(at)
-            while scan.end is None and not self._is_final:
-                scan.take(self._held)
-                if scan.end is None:
-                    yield
-            scan.take(self._held)
-            calls = self._read(self._held[at : scan.end], name, is_marked) if scan.end else []
+            if self._format.is_xml and is_marked:
+                end, calls = yield from self._xml_call(at, mark)
+            else:
+                end, calls = yield from self._json_calls(at, is_marked)
             if not calls:
-                self._add_content(before)
+                self._add_content(before + mark)
                 return
-            for call_name, arguments in calls:
+            for name, arguments in calls:
                 if self._parallel or self.num_calls == 0:
                     call_id = make_call_id(self._format.id_length)
-                    self._found.append(ToolCall(self.num_calls, call_id, call_name, arguments))
+                    self._found.append(ToolCall(self.num_calls, call_id, name, arguments))
                     self.num_calls += 1
-            self._held = self._held[scan.end :]
-            at = yield from self._skip(_SPACE + ";,")
-            end = self._format.end if is_marked else ""
-            while end and not self._is_final and len(self._held) - at < len(end):
-                if not end.startswith(self._held[at:]):
-                    break
-                yield
-            if end and self._held.startswith(end, at):
-                self._held = self._held[at + len(end) :]
-                at = yield from self._skip(_SPACE)
-                self._held = self._held[at:]
+            self._held = self._held[end:]
+            if is_marked and (yield from self._take_ends()):
                 return
+            at = yield from self._skip(_SPACE + ";,")
             if self._held[at : at + 1] not in ("{", "["):
                 self._held = self._held.lstrip()
                 return
-            before, self._held = self._held[:at], self._held[at:]
+            before, mark, self._held = self._held[:at], "", self._held[at:]
+
+    def _json_calls(
+        self, at: int, is_marked: bool
+    ) -> Generator[None, None, tuple[int, list[tuple[str, str]]]]:
+        """(the position behind them, calls): of JSON that begins at a position, perhaps behind a name."""
+        name = ""
+        if self._format.name_pattern is not None and is_marked and self._held[at : at + 1] not in ("{", "["):
+            while "{" not in self._held[at:] and not self._is_final:
+                yield
+            match = self._format.name_pattern.match(self._held, at)
+            name, at = (match[1], match.end()) if match else ("", at)
+        scan = JSONScan(at)
+        while scan.end is None and not self._is_final:
+            scan.take(self._held)
+            if scan.end is None:
+                yield
+        scan.take(self._held)
+        end = scan.end or 0
+        return end, self._read(self._held[at:end], name, is_marked)
+
+    def _xml_call(self, at: int, mark: str) -> Generator[None, None, tuple[int, list[tuple[str, str]]]]:
+        """As _json_calls(), of <function=...>; the mark may be its beginning."""
+        while (end := find_end(self._held, at, mark)) is None and not self._is_final:
+            yield
+        call = read_call(mark + self._held[at:end], self._tools) if end else None
+        return (end or 0), ([] if call is None else [call])
+
+    def _take_ends(self) -> Generator[None, None, bool]:
+        """Takes the marks that end calls, and white space around them; whether there was one."""
+        found = False
+        while True:
+            at = yield from self._skip(_SPACE)
+            rest = self._held[at:]
+            end = next((end for end in self._format.ends if rest.startswith(end)), None)
+            if end is not None:
+                self._held, found = rest[len(end) :], True
+            elif self._is_final or not any(end.startswith(rest) for end in self._format.ends):
+                self._held = rest if found else self._held
+                return found
+            else:
+                yield
 
     def _skip(self, characters: str) -> Generator[None, None, int]:
         """The position of the first other character."""
@@ -198,7 +184,7 @@ class ToolCallParser:
         if name:
             value = {"name": name, "arguments": value}
         calls = [_call(item) for item in (value if isinstance(value, list) else [value])]
-        known = [c for c in calls if c is not None and (is_marked or c[0] in self._tool_names)]
+        known = [c for c in calls if c is not None and (is_marked or c[0] in self._tools)]
         return known if len(known) == len(calls) else []
 
 
@@ -255,7 +241,7 @@ def _call(value: Any) -> tuple[str, str] | None:
     function = value.get("function")
     if isinstance(function, dict):  # as the API itself has it
         value = function
-    name = value.get("name")
+    name = value.get("name", value.get("tool_name"))
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:

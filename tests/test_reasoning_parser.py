@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rvllm.reasoning_parser import ReasoningParser, find_markers, held_back, is_thinking
+from rvllm.harmony import HarmonyParser
+from rvllm.reasoning_formats import find_reasoning
+from rvllm.reasoning_parser import ReasoningParser, held_back
 
 
 def split(pieces: list[str], **options: object) -> tuple[str, str]:
@@ -70,10 +72,112 @@ def test_other_marks() -> None:
     assert held_back("abc", "<think>") == 0
 
 
-def test_what_a_template_says() -> None:
-    assert find_markers("{{ '<|im_start|>' }}") is None
-    assert find_markers("{% if enable_thinking %}<think>{% endif %}") == ("<think>", "</think>")
-    assert find_markers("[THINK]") == ("[THINK]", "[/THINK]")
-    assert is_thinking("<|im_start|>assistant\n<think>\n", "<think>", "</think>")
-    assert not is_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n", "<think>", "</think>")
-    assert not is_thinking("<|im_start|>assistant\n", "<think>", "</think>")
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<|im_start|>' }}", None),
+        ("{% if enable_thinking %}<think>{% endif %}", "think"),
+        ("{{ content.split('</think>')[-1] }}", "think"),
+        ("between <think></think> and <response></response>", "granite"),
+        ("[THINK]", "mistral"),
+        ("<|START_THINKING|><|END_THINKING|>", "cohere"),
+        ("<|start|>assistant<|channel|>analysis", "harmony"),
+    ],
+)
+def test_what_a_template_says(template: str, name: str | None) -> None:
+    form = find_reasoning(template)
+    assert (None if form is None else form.name) == name
+
+
+def test_what_a_prompt_says() -> None:
+    think, harmony = find_reasoning("<think>"), find_reasoning("<|channel|>")
+    assert think is not None and harmony is not None
+    assert think.is_thinking("<|im_start|>assistant\n<think>\n")
+    assert not think.is_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not think.is_thinking("<|im_start|>assistant\n")
+    assert harmony.is_thinking("<|channel|>final<|message|>Hi<|end|><|start|>assistant")
+    assert not harmony.is_thinking("<|start|>assistant<|channel|>final<|message|>Hi")
+
+
+# --- Marks around the answer
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think>\n<response> b </response>", ("a", "b")),
+        ("<response>b</response>", ("", "b")),
+        ("<think>a</think>b </response>", ("a", "b </response>")),
+        ("<think>a</think><response>b", ("a", "b")),
+        ("<think>a</think><resp", ("a", "<resp")),
+        ("b", ("", "b")),
+    ],
+)
+def test_marks_around_the_answer(text: str, expected: tuple[str, str]) -> None:
+    for pieces in ([text], list(text)):
+        assert split(pieces, answer=("<response>", "</response>")) == expected
+
+
+# --- Harmony
+
+
+def split_harmony(pieces: list[str], starts_inside: bool = True) -> tuple[str, str]:
+    parser = HarmonyParser(starts_inside)
+    parts = [parser.push(piece) for piece in pieces] + [parser.finish()]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+CALL = "<|start|>assistant to=functions.f<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{ANALYSIS}hm<|end|><|start|>assistant{FINAL}Yes. ", ("hm", "Yes. ")),
+        (f"{FINAL}Yes<|return|>", ("", "Yes")),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{FINAL}c", ("a\nb", "c")),
+        (
+            "<|channel|>commentary<|message|>First f.<|end|><|start|>assistant<|channel|>commentary"
+            " to=functions.f <|constrain|>json<|message|>{}<|call|>",
+            ("", f"First f.{CALL}{{}}<|call|>"),
+        ),
+        (f"{ANALYSIS}hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{{}}",
+         ("hm", f"{CALL}{{}}")),
+        (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", f"{CALL}{{}}<|call|>")),
+        (f"{ANALYSIS}hm{FINAL}Yes", ("hm", "Yes")),  # a message without its end
+        (f"{ANALYSIS}hm<|start|>assistant{FINAL}Yes", ("hm", "Yes")),
+        (f"{ANALYSIS}hm, a <|b", ("hm, a <|b", "")),
+        ("<|channel|>analysis", ("", "")),  # cut within a header
+        ('{"a": "<|end|>"}', ("", '{"a": "<|end|>"}')),  # no message
+        ("to= is no header", ("", "to= is no header")),
+        ("", ("", "")),
+    ],
+)  # fmt: skip
+def test_harmony(text: str, expected: tuple[str, str]) -> None:
+    assert split_harmony([text]) == split_harmony(list(text)) == expected
+
+
+def test_harmony_in_a_message() -> None:
+    text = f"es.<|end|><|start|>assistant{ANALYSIS}hm<|end|>"
+    assert split_harmony([text], starts_inside=False) == ("hm", "es.")
+
+
+HARMONY_PIECES = [
+    "<|start|>",
+    "assistant",
+    "<|channel|>",
+    "analysis",
+    "final",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+]
+HARMONY_PIECES += [" to=functions.f", " to=", "<|constrain|>json", "<|", "a", " ", "\n", "{}"]
+
+
+@given(pieces=st.lists(st.sampled_from(HARMONY_PIECES), max_size=14), inside=st.booleans())
+def test_the_cutting_of_harmony_never_matters(pieces: list[str], inside: bool) -> None:
+    text = "".join(pieces)
+    whole = split_harmony([text], inside)
+    assert split_harmony(list(text), inside) == split_harmony(pieces, inside) == whole

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from server_client import TEMPLATE, TinyServer, make_llm
 
+from rvllm.reasoning_formats import find_reasoning
 from rvllm.server.chat_output import ChatOutput, TurnFormat
-from rvllm.tool_parser import HERMES
+from rvllm.tool_formats import HERMES
 
 PATH = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -224,7 +225,7 @@ def deltas_of(turn: TurnFormat, text: str, size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_turn_is_split_into_reasoning_content_and_calls(size: int) -> None:
-    turn = TurnFormat(("<think>", "</think>"), is_thinking=True, tool_format=HERMES, tool_names=("weather",))
+    turn = TurnFormat(find_reasoning("<think>"), is_thinking=True, tool_format=HERMES, tools={"weather": {}})
     call = '<tool_call>\n{"name": "weather", "arguments": {"place": "Bern"}}\n</tool_call>'
     deltas = deltas_of(turn, f"let me see</think>\n\nI look.\n{call}", size)
     text = {

@@ -9,7 +9,8 @@ import pytest
 from grammars import compiler, matches, walk
 
 from rvllm.tool_choice import MAX_PARALLEL_CALLS, forced_calls, tool_names
-from rvllm.tool_parser import JSON, ToolCall, ToolCallParser
+from rvllm.tool_formats import JSON
+from rvllm.tool_parser import ToolCall, ToolCallParser
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -30,7 +31,7 @@ TOOLS = [WEATHER, tool("now"), tool("tree", {"type": "object", "properties": {"k
 
 
 def calls_of(text: str, names: list[str]) -> list[tuple[str, dict[str, Any]]]:
-    parser = ToolCallParser(JSON, names)
+    parser = ToolCallParser(JSON, dict.fromkeys(names))
     found = parser.push(text) + parser.finish()
     calls = [item for item in found if isinstance(item, ToolCall)]
     assert len(calls) == len(found)

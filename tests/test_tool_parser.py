@@ -9,13 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rvllm.tool_parser import FORMATS, ToolCall, ToolCallParser, find_format
+from rvllm.tool_formats import FORMATS, find_format
+from rvllm.tool_parser import ToolCall, ToolCallParser
 
+TOOLS = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"type": ["string", "null"]},
+            "c": {"anyOf": [{"type": "array"}, {"type": "boolean"}]},
+            "d": {"enum": ["1", "2"]},
+        },
+    },
+    "g": {},
+}
 Item = str | tuple[int, str, Any]
 
 
 def parse(form: str, pieces: list[str], **options: Any) -> list[Item]:
-    parser = ToolCallParser(FORMATS[form], ("f", "g"), **options)
+    parser = ToolCallParser(FORMATS[form], TOOLS, **options)
     found: list[Item] = []
     for item in [x for piece in pieces for x in parser.push(piece)] + parser.finish():
         if isinstance(item, ToolCall):
@@ -31,6 +44,9 @@ def call(name: str = "f", key: str = "arguments", **arguments: Any) -> str:
     return json.dumps({"name": name, key: arguments})
 
 
+CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>"
+CALL, END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEP, ALL_END = "<\uff5ctool\u2581sep\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
 CASES: list[tuple[str, str, list[Item]]] = [
     ("hermes", f"<tool_call>\n{call(a=1)}\n</tool_call>", [(0, "f", {"a": 1})]),
     (
@@ -49,6 +65,40 @@ CASES: list[tuple[str, str, list[Item]]] = [
     ("mistral", "[TOOL_CALLS]f[CALL_ID]abc123[ARGS]{}", [(0, "f", {})]),
     ("granite", f"<|tool_call|>[{call()}]", [(0, "f", {})]),
     ("granite", f"<tool_call>[{call()}]", [(0, "f", {})]),
+    ("phi4", f"<|tool_call|>[{call()}, {call('g')}]<|/tool_call|>", [(0, "f", {}), (1, "g", {})]),
+    (
+        "cohere",
+        'I plan.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        ["I plan.", (0, "f", {"a": 1}), (1, "g", {})],
+    ),
+    ("deepseek", f'{CALLS}function{SEP}f\n```json\n{{"a": 1}}\n```{END}{ALL_END}', [(0, "f", {"a": 1})]),
+    (
+        "deepseek",
+        f"Hm.\n\n{CALLS}function{SEP}f\n```json\n{{}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}",
+        ["Hm.", (0, "f", {}), (1, "g", {})],
+    ),
+    ("deepseek", f"{CALLS}f{SEP}{{}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}.", [(0, "f", {}), (1, "g", {}), "."]),
+    ("deepseek", f"{CALL}function{SEP}{{}}", [(0, "function", {})]),
+    ("harmony", '<|start|>assistant to=functions.f<|message|>{"a": 1}<|call|>', [(0, "f", {"a": 1})]),
+    ("harmony", "Wait.<|start|>assistant to=functions.g<|message|> {}", ["Wait.", (0, "g", {})]),
+    (
+        "qwen3_coder",
+        "Let me see.\n<tool_call>\n<function=f>\n<parameter=a>\n12\n</parameter>\n<parameter=b>\n12\n</parameter>\n"
+        "<parameter=c>\n[1, {}]\n</parameter>\n<parameter=e>\n1\n</parameter>\n</function>\n</tool_call>",
+        ["Let me see.", (0, "f", {"a": 12, "b": "12", "c": [1, {}], "e": "1"})],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=b>\nif a < b:\n  </parameter> \n\n</parameter>\n<parameter=c>\nTrue\n</parameter>"
+        "<parameter=a>x</parameter><parameter=d>1</parameter>\n</function>\n"
+        "<tool_call>\n<function=f>\n<parameter=b>\nnull\n</parameter>\n</function></tool_call>",
+        [
+            (0, "f", {"b": "if a < b:\n  </parameter> \n", "c": True, "a": "x", "d": "1"}),
+            (1, "f", {"b": None}),
+        ],
+    ),
+    ("qwen3_coder", "<tool_call><function=g></function></tool_call> ok", [(0, "g", {}), "ok"]),
     ("json", f"[{call()}, {call('g')}]", [(0, "f", {}), (1, "g", {})]),
     ("json", '{"name": "f", "arguments": "{\\"a\\": 1}"}', [(0, "f", {"a": 1})]),
     ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', [(0, "f", {"a": 1})]),
@@ -74,6 +124,15 @@ NO_CALLS = [
     ("llama3", "<|python_tag|>f.call(x=1)"),
     ("mistral", "[TOOL_CALLS] f"),
     ("mistral", "[TOOL_CALLS]f{"),
+    ("deepseek", f"{CALLS}function{SEP}f\n```json\n{{"),
+    ("deepseek", f"{CALLS}{CALL}{SEP}"),
+    ("cohere", "<|START_ACTION|>[{}]<|END_ACTION|>"),
+    ("harmony", "to=functions.f {}"),
+    ("harmony", "<|start|>assistant to=functions.f{}"),
+    ("qwen3_coder", "<tool_call>{}</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
+    ("qwen3_coder", "<function=f>\n<parameter=a>\n1</function>"),
+    ("qwen3_coder", "if x <function= y"),
     ("json", ""),
     ("json", " \n x"),
     ("json", '{"name": "f"'),
@@ -106,7 +165,9 @@ def test_one_call_at_most() -> None:
 PIECES = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<tool", "_call>"),
     *(call(), call("g", key="parameters", a="x </tool_call> \\ \""), "{", "}", "[", "]", ",", ";", '"', "\\"),
-    *("f", " ", "\n", "text", "<", "[TOOL"),
+    *("f", " ", "\n", "text", "<", "[TOOL", CALLS, CALL, SEP, END, ALL_END, "```json", "```", "<|call|>"),
+    *("<function=f>", "<parameter=a>", "</parameter>", "</function>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    *("<|message|>", "<|start|>assistant to=functions.f",),
 ]  # fmt: skip
 
 
@@ -130,7 +191,7 @@ def test_content_comes_as_soon_as_it_is_certain() -> None:
         [" <tools"],
         [],
     ]
-    parser = ToolCallParser(FORMATS["json"], ("f",))
+    parser = ToolCallParser(FORMATS["json"], {"f": {}})
     assert [parser.push(p) for p in (" ", "x", " y", "z")] == [[], [" x"], [" y"], ["z"]]
 
 
@@ -138,7 +199,7 @@ def test_ids() -> None:
     for form, length in (("hermes", 29), ("mistral", 9)):
         ids = set()
         for _ in range(3):
-            parser = ToolCallParser(FORMATS[form], ("f",))
+            parser = ToolCallParser(FORMATS[form], {"f": {}})
             [found] = parser.push(f"{FORMATS[form].starts[0]}[{call()}]") + parser.finish()
             assert isinstance(found, ToolCall)
             ids.add(found.id)
@@ -154,6 +215,11 @@ def test_ids() -> None:
         ('Environment: ipython {"name": x, "parameters": y}', "llama3"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral"),
         ("<|tool_call|>", "granite"),
+        ("<|tool|>", "phi4"),
+        ("<|START_ACTION|>", "cohere"),
+        ("<|channel|>commentary", "harmony"),
+        ("<tool_call> <function=name>", "qwen3_coder"),
+        (CALLS, "deepseek"),
     ],
 )
 def test_the_template_tells_the_form(template: str, form: str) -> None:

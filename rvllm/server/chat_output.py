@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rvllm.reasoning_parser import ReasoningParser, find_markers, is_thinking
+from rvllm.reasoning_formats import ReasoningFormat, find_reasoning
 from rvllm.server.chat_prompt import ChatPrompt, NamedTool
 from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.served_model import ServedModel
 from rvllm.structured_output import StructuredOutput
 from rvllm.tool_choice import forced_calls
-from rvllm.tool_parser import JSON, ToolCall, ToolCallParser, ToolFormat, find_format
+from rvllm.tool_formats import JSON, ToolFormat, find_format
+from rvllm.tool_parser import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
     from rvllm.tokenizer import Tokenizer
@@ -26,24 +27,27 @@ _TAIL = 64  # tokens at the end of a prompt in which its model may have been tol
 class TurnFormat:
     """How the text of a turn is to be read, and what it must look like where a tool has to be called.
 
-    marks: of the thoughts, None for a model that does not think. tool_format: None without tools.
+    reasoning: None for a model that does not think. tool_format: None without tools. tools: the JSON schemas of
+    their parameters by name.
     """
 
-    marks: tuple[str, str] | None = None
+    reasoning: ReasoningFormat | None = None
     is_thinking: bool = False
     tool_format: ToolFormat | None = None
-    tool_names: tuple[str, ...] = ()
+    tools: Mapping[str, Any] = field(default_factory=dict)
     parallel: bool = True
     forced: StructuredOutput | None = None
 
     @property
     def after(self) -> str | None:
         """The text behind which a constraint begins: a model that thinks is free until it has done so."""
-        return self.marks[1] if self.marks is not None and self.is_thinking else None
+        return self.reasoning.end if self.reasoning is not None and self.is_thinking else None
 
     def hides_marks(self, tokenizer: Tokenizer) -> bool:
         """Whether a mark is a control token, which leaves no text unless asked to."""
-        marks = [*(self.marks or ()), *(self.tool_format.starts if self.tool_format else ())]
+        marks = list(self.tool_format.starts if self.tool_format else ())
+        if self.reasoning is not None:
+            marks += [self.reasoning.start, self.reasoning.end, *(self.reasoning.answer or ())]
         return any(isinstance(piece, int) for mark in marks for piece in tokenizer.split_control(mark))
 
     @classmethod
@@ -52,17 +56,17 @@ class TurnFormat:
     ) -> TurnFormat:
         """Raises APIError for tools and a tool_choice that do not go together."""
         source = "" if model.chat_template is None else model.chat_template.source
-        marks = find_markers(source)
+        reasoning = find_reasoning(source)
         tail = model.tokenizer.decode(prompt_token_ids[-_TAIL:], skip_special_tokens=False)
-        thinks = marks is not None and is_thinking(tail, *marks)
+        thinks = reasoning is not None and reasoning.is_thinking(tail)
         choice = prompt.tool_choice
         if not prompt.tools:
             if choice not in (None, "none", "auto"):
                 raise bad_request("tool_choice needs tools", "tool_choice")
-            return cls(marks, thinks)
+            return cls(reasoning, thinks)
         if choice == "none":
-            return cls(marks, thinks)
-        names = tuple(tool.function.name for tool in prompt.tools)
+            return cls(reasoning, thinks)
+        schemas = {tool.function.name: tool.function.parameters for tool in prompt.tools}
         is_parallel = parallel is not False
         if choice in (None, "auto"):
             for i, tool in enumerate(prompt.tools):
@@ -71,25 +75,25 @@ class TurnFormat:
                         f"tools.{i}.function.strict",
                         "arguments follow the schema where tool_choice forces a call",
                     )
-            return cls(marks, thinks, find_format(source), names, is_parallel)
+            return cls(reasoning, thinks, find_format(source), schemas, is_parallel)
         name = choice.function.name if isinstance(choice, NamedTool) else None
-        after = marks[1] if marks is not None and thinks else None
+        after = reasoning.end if reasoning is not None and thinks else None
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
         try:
             forced = forced_calls(tools, name, is_parallel, after)
         except ValueError as error:
             raise bad_request(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from None
-        return cls(marks, thinks, JSON, names, is_parallel, forced)
+        return cls(reasoning, thinks, JSON, schemas, is_parallel, forced)
 
 
 class ChatOutput:
     """One choice. push() and finish() return deltas of the API: {"content": ...} and the like."""
 
     def __init__(self, turn: TurnFormat) -> None:
-        self._reasoning = None if turn.marks is None else ReasoningParser(*turn.marks, turn.is_thinking)
+        self._reasoning = None if turn.reasoning is None else turn.reasoning.parser(turn.is_thinking)
         self._tools = None
         if turn.tool_format is not None:
-            self._tools = ToolCallParser(turn.tool_format, turn.tool_names, turn.parallel)
+            self._tools = ToolCallParser(turn.tool_format, turn.tools, turn.parallel)
         self._num_tokens = 0
         self.num_reasoning_tokens = 0  # until content began
 

@@ -1,0 +1,59 @@
+"""ReasoningFormat: how families of models write down what they think; one row for each form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rvllm.harmony import HarmonyParser
+from rvllm.reasoning_parser import ReasoningParser
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """Thoughts between two marks, before the answer.
+
+    signs: a chat template that holds one of them is of such a model. answer: marks around the answer, None for none.
+    """
+
+    name: str
+    start: str
+    end: str
+    signs: tuple[str, ...]
+    answer: tuple[str, str] | None = None
+
+    def is_thinking(self, prompt: str) -> bool:
+        """Whether a prompt (its last tokens, as text, do) leaves the model within its thoughts."""
+        return prompt.rfind(self.start) > prompt.rfind(self.end)
+
+    def parser(self, is_thinking: bool) -> ReasoningParser | HarmonyParser:
+        """What splits an answer to such a prompt."""
+        if self is HARMONY:
+            return HarmonyParser(is_thinking)
+        return ReasoningParser(self.start, self.end, self.answer, is_thinking)
+
+
+# Here each message of a turn names its channel: the thoughts last from the turn's beginning to the channel "final".
+HARMONY = ReasoningFormat(
+    "harmony", "<|start|>assistant", "<|channel|>final<|message|>", signs=("<|channel|>",)
+)
+# The first row that a template has a sign of is its model's.
+FORMATS = (
+    HARMONY,
+    ReasoningFormat("granite", "<think>", "</think>", ("<response>",), ("<response>", "</response>")),
+    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
+    ReasoningFormat(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    ReasoningFormat("thought", "<thought>", "</thought>", ("<thought>", "</thought>")),
+)
+
+
+def find_reasoning(template: str) -> ReasoningFormat | None:
+    """The form that a chat template's text tells of; None for a model that does not think."""
+    return next((row for row in FORMATS if any(sign in template for sign in row.signs)), None)
