@@ -55,6 +55,21 @@ ISA_FLAGS = {
             "-Wno-uninitialized",
             "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
         ],
+        "csrc/cpu/isa/amx.cpp": [
+            "-mavx2",
+            "-mfma",
+            "-mf16c",  # -mavx512f implies the first alone
+            "-mavx512f",
+            "-mavx512bw",
+            "-mavx512dq",
+            "-mavx512vl",
+            "-mavx512vnni",
+            "-mamx-tile",
+            "-mamx-int8",
+            "-mprefer-vector-width=512",
+            "-Wno-uninitialized",
+            "-Wno-maybe-uninitialized",  # false in gcc 12: its intrinsics leave a placeholder unset
+        ],
     },
     "aarch64": {
         "csrc/cpu/isa/neon.cpp": ["-march=armv8.2-a+dotprod"],

@@ -46,7 +46,7 @@ class LLM:
     num_blocks, kv_cache_memory (bytes): size of the KV cache; None: from the machine's free memory.
     kv_cache_dtype: f16, f32, bf16 or q8_0 (half the memory of f16, at some loss).
     num_threads: None: the processors this process may use.
-    isa: scalar, avx2, avx512_vnni or neon; None: $RVLLM_ISA, else the best that the machine has.
+    isa: scalar, avx2, avx512_vnni, amx or neon; None: $RVLLM_ISA, else the best that the machine has.
     seed: from which requests without a seed of their own get theirs; None: a random one.
     profile: time every operation; LLM.profile then has table() and write_trace().
 

@@ -102,6 +102,10 @@ async def measure_gap(
         # One more token each: a wait that began before the long prompt's first token is not over with it.
         counts = [len(stream.piece_times) for stream in streams]
         while any(len(s.piece_times) == n and not s.error for s, n in zip(streams, counts, strict=True)):
+            if any(task.done() for task in running):
+                raise RuntimeError(
+                    f"{server.command[0]}: a running request ended before the long prompt's first token"
+                )
             await asyncio.sleep(0.02)
         _check(server, streams)
     finally:

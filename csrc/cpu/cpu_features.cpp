@@ -2,7 +2,11 @@
 
 #include <cstdlib>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -15,6 +19,25 @@ namespace rvllm {
 namespace {
 
 constexpr const char* kKnownIsas[] = {"scalar", "avx2", "avx512_vnni", "amx", "neon"};
+
+#if defined(__x86_64__)
+#if defined(RVLLM_EMULATED_TILES)
+bool has_tiles() { return true; }
+#elif defined(__linux__)
+// CPUID may say AMX while its first instruction still faults: the system has to be asked for the tiles, once a process.
+bool has_tiles() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+  if ((edx & kTile) == 0 || (edx & kInt8) == 0) return false;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool is_permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_permitted;
+}
+#else
+bool has_tiles() { return false; }
+#endif
+#endif
 
 #if defined(__aarch64__)
 bool has_dot_product() {
@@ -42,6 +65,7 @@ std::vector<const Kernels*> available_kernels() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512vnni"))
     tables.push_back(&kernels_avx512_vnni());
+  if (tables.size() == 3 && has_tiles()) tables.push_back(&kernels_amx());
 #elif defined(__aarch64__)
   if (has_dot_product()) tables.push_back(&kernels_neon());
 #endif

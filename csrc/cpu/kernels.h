@@ -149,6 +149,7 @@ const Kernels& kernels_scalar();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512_vnni();
+const Kernels& kernels_amx();
 #elif defined(__aarch64__)
 const Kernels& kernels_neon();
 #endif

@@ -75,52 +75,52 @@ void unpack(const uint8_t* p, int blocks, const Codebook* codebook, UnpackedChun
   }
 }
 
+// The sum of one row of a tile after block b of the chunk: low and high are dot products with its codes over all 32 k, or
+// over the first and the last 16 of a halved format. i: row and block in xq.
+template <int Type>
+inline Vec accumulate(const UnpackedChunk& u, int b, IVec low, IVec high, const QuantizedRows& x, int64_t i, Vec sum) {
+  constexpr PackedFormat f = kFormats[Type];
+  constexpr int kZero = f.is_signed() ? kByteOffset : f.zero;
+  const Vec d = mul(load(u.d[b]), set1(x.scale[i]));
+  if constexpr (!f.is_halved()) {
+    if (kZero) low = isub(low, iset1(kZero * x.sum[i]));
+    sum = fma(to_float(low), d, sum);
+    if (f.has_min()) sum = fma(load(u.m[b]), set1(x.scaled_sum[i]), sum);
+  } else {
+    const int32_t* half = x.half_sum + 2 * i;
+    if (kZero) {
+      low = isub(low, iset1(kZero * half[0]));
+      high = isub(high, iset1(kZero * half[1]));
+    }
+    const IVec dot = iadd(imul(iload(u.scale[b][0]), low), imul(iload(u.scale[b][1]), high));
+    sum = fma(to_float(dot), d, sum);
+    if (f.has_min()) {
+      const IVec j = iadd(imul(iload(u.min[b][0]), iset1(half[0])), imul(iload(u.min[b][1]), iset1(half[1])));
+      sum = fma(load(u.m[b]), mul(to_float(j), set1(x.scale[i])), sum);
+    }
+  }
+  return sum;
+}
+
 // sums[r] += blocks [first, first + blocks) of row `row` + r, for R rows.
 template <int Type, int R>
 void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, float* sums) {
   constexpr PackedFormat f = kFormats[Type];
-  constexpr int kZero = f.is_signed() ? kByteOffset : f.zero;
   constexpr int kBits = f.is_signed() ? 8 : f.bits;
+  constexpr int kDotGroups = f.is_halved() ? kGroups / 2 : kGroups;
   const int64_t row_blocks = args.k / 32;
-  const QuantizedRows& x = args.xq;
   Vec sum[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sum[r] = load(sums + r * kTileCols);
   for (int b = 0; b < blocks; ++b) {
-    const int8_t* a = x.q + int64_t(row) * args.k + 32 * (first + b);
-    const int64_t at = row * row_blocks + first + b;
-    const Vec d = load(u.d[b]);
-    if constexpr (!f.is_halved()) {
-      IVec dot[R];
-      dot_rows<kBits, kGroups, R>(u.codes[b], a, args.k, dot);
+    const int8_t* a = args.xq.q + int64_t(row) * args.k + 32 * (first + b);
+    IVec low[R], high[R];
+    dot_rows<kBits, kDotGroups, R>(u.codes[b], a, args.k, low);
+    if constexpr (f.is_halved()) dot_rows<kBits, kDotGroups, R>(u.codes[b] + kTileCodes / 2, a + 16, args.k, high);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const int64_t i = at + r * row_blocks;
-        if (kZero) dot[r] = isub(dot[r], iset1(kZero * x.sum[i]));
-        sum[r] = fma(to_float(dot[r]), mul(d, set1(x.scale[i])), sum[r]);
-        if (f.has_min()) sum[r] = fma(load(u.m[b]), set1(x.scaled_sum[i]), sum[r]);
-      }
-    } else {
-      IVec low[R], high[R];
-      dot_rows<kBits, kGroups / 2, R>(u.codes[b], a, args.k, low);
-      dot_rows<kBits, kGroups / 2, R>(u.codes[b] + kTileCodes / 2, a + 16, args.k, high);
-      const IVec scale0 = iload(u.scale[b][0]), scale1 = iload(u.scale[b][1]);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const int64_t i = at + r * row_blocks;
-        const int32_t* half = x.half_sum + 2 * i;
-        if (kZero) {
-          low[r] = isub(low[r], iset1(kZero * half[0]));
-          high[r] = isub(high[r], iset1(kZero * half[1]));
-        }
-        const IVec dot = iadd(imul(scale0, low[r]), imul(scale1, high[r]));
-        sum[r] = fma(to_float(dot), mul(d, set1(x.scale[i])), sum[r]);
-        if (f.has_min()) {
-          const IVec j = iadd(imul(iload(u.min[b][0]), iset1(half[0])), imul(iload(u.min[b][1]), iset1(half[1])));
-          sum[r] = fma(load(u.m[b]), mul(to_float(j), set1(x.scale[i])), sum[r]);
-        }
-      }
-    }
+    for (int r = 0; r < R; ++r)
+      sum[r] = accumulate<Type>(u, b, low[r], f.is_halved() ? high[r] : low[r], args.xq,
+                                (row + r) * row_blocks + first + b, sum[r]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) store(sums + r * kTileCols, sum[r]);
@@ -139,8 +139,9 @@ inline void finish_tile(const LinearArgs& args, int tile, int row, int rows, con
   }
 }
 
-template <int Type>
-void linear_quantized(const LinearArgs& args, int begin, int end) {
+// multiply_tiles multiplies as many of the first rows as it likes and returns their number.
+template <int Type, class MultiplyTiles>
+void linear_quantized(const LinearArgs& args, int begin, int end, const MultiplyTiles& multiply_tiles) {
   constexpr PackedFormat f = kFormats[Type];
   const int row_blocks = args.k / 32;
   alignas(64) UnpackedChunk chunk;
@@ -154,7 +155,7 @@ void linear_quantized(const LinearArgs& args, int begin, int end) {
         const int blocks = row_blocks - first < kMaxChunk ? row_blocks - first : kMaxChunk;
         unpack<Type>(p, blocks, args.codebook, chunk);
         p += f.is_super() ? f.chunk_bytes() : kMaxChunk * f.chunk_bytes();
-        int r = 0;
+        int r = multiply_tiles(chunk, first, blocks, args, row0, rows, sums);
         for (; r + kRows <= rows; r += kRows)
           multiply<Type, kRows>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
         for (; r + 2 <= rows; r += 2) multiply<Type, 2>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
@@ -165,7 +166,12 @@ void linear_quantized(const LinearArgs& args, int begin, int end) {
   }
 }
 
-void dot_products(const uint8_t* codes, const int8_t* x, float* out) {
+template <int Type>
+void linear_quantized(const LinearArgs& args, int begin, int end) {
+  linear_quantized<Type>(args, begin, end, [](auto&&...) { return 0; });
+}
+
+inline void dot_products(const uint8_t* codes, const int8_t* x, float* out) {
   constexpr int kIn = 32 * kMaxChunk;
   for (int row = 0; row < kRowBlock; row += kRows) {
     IVec sum[kRows];
@@ -244,7 +250,7 @@ void unpack_row(const UnpackRowArgs& args, float* out) {
   }
 }
 
-void quantize_rows(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end) {
+inline void quantize_rows(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end) {
   const int row_blocks = k / 32;
   for (int t = begin; t < end; ++t) {
     for (int b = 0; b < row_blocks; ++b) {

@@ -245,7 +245,7 @@ void test_linear() {
         const auto bias = normals(n, 4);
         Quantized quantized(65, k);
         if (info.decode) kernels_scalar().quantize_rows(x.data(), k, k, quantized.view(), 0, 65);
-        for (int rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 65})
+        for (int rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 21, 38, 65})
           compare(std::string("linear ") + info.name + named(" k, n, rows", k, n, rows), [&](const Kernels& table) {
             auto out = output(rows * (n + 3));
             LinearArgs args{};
