@@ -19,6 +19,7 @@ from tiny_gguf import write_tiny_model
 from rvllm import LLM
 from rvllm.async_engine import AsyncEngine
 from rvllm.server.app import create_app
+from rvllm.server.serve import HTTP_SETTINGS
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.tracing import Tracing
 
@@ -122,7 +123,7 @@ class TinyServer:
             listener.bind(("127.0.0.1", 0))
             listener.listen(64)
             server = uvicorn.Server(
-                uvicorn.Config(self.app, log_config=None, ws="none", timeout_graceful_shutdown=2)
+                uvicorn.Config(self.app, **{**HTTP_SETTINGS, "timeout_graceful_shutdown": 2})
             )
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from ipaddress import ip_address
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 BODY_TIMEOUT = 10.0  # seconds without a byte of the body
+MIN_BODY_RATE = 1000.0  # bytes a second that must come on the whole, from then on
+DOCS_FILES = "/docs-files"  # what /docs and /redoc need, so that they work with no internet
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/docs", "/openapi.json", "/redoc"})
 
 
@@ -56,7 +59,8 @@ class Guard:
             )
         if not self._keys and (origin is not None or _is_loopback(scope)) and not self._is_ours(host):
             return APIError(403, f"the server does not answer to the name {host[:100]!r} (see --cors-origin)")
-        if self._keys and path not in self._open_paths and not self._has_key(headers):
+        is_open = path in self._open_paths or path.startswith(DOCS_FILES + "/")
+        if self._keys and not is_open and not self._has_key(headers):
             return APIError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",
@@ -119,13 +123,15 @@ async def read_body(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     more = True
+    start = time.monotonic()
     while more:
+        left = start + BODY_TIMEOUT + size / MIN_BODY_RATE - time.monotonic()
         try:
-            message = await asyncio.wait_for(request.receive(), BODY_TIMEOUT)
+            message = await asyncio.wait_for(request.receive(), min(left, BODY_TIMEOUT))
         except asyncio.TimeoutError:
             raise APIError(
                 408,
-                f"no byte of the body came for {BODY_TIMEOUT:g} seconds",
+                f"the body comes too slowly, or no longer: {size} bytes in {time.monotonic() - start:.1f} seconds",
                 headers={"Connection": "close"},
             ) from None
         if message["type"] == "http.disconnect":

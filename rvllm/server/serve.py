@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 
@@ -21,14 +23,22 @@ from rvllm.chat_templates import read_template
 from rvllm.cli.arguments import load_llm
 from rvllm.cli.errors import user_errors
 from rvllm.server.app import create_app
+from rvllm.server.connection import Connection
 from rvllm.server.logs import configure_logging
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE = 75  # seconds an idle connection stays open, longer than clients keep theirs
-FLUSH_TIMEOUT = 5  # seconds for slow readers to take what is left when the engine has drained
+HTTP_SETTINGS: dict[str, Any] = {
+    "http": Connection,
+    "ws": "none",
+    "log_config": None,
+    "access_log": False,
+    "server_header": False,
+    "timeout_keep_alive": 75,  # seconds an idle connection stays open, longer than clients keep theirs
+    "timeout_graceful_shutdown": 5,  # seconds for slow readers to take what is left when the engine has drained
+}
 
 
 class Server:
@@ -44,17 +54,7 @@ class Server:
         self._config = config
         self._listener = listener
         self._app = create_app(config, on_startup=self._on_startup, tracing=self._tracing)
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                self._app,
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                ws="none",
-                timeout_keep_alive=KEEP_ALIVE,
-                timeout_graceful_shutdown=FLUSH_TIMEOUT,
-            )
-        )
+        self._uvicorn = _Uvicorn(uvicorn.Config(self._app, **HTTP_SETTINGS))
         self._is_stopping = False
         self._load_error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,6 +65,7 @@ class Server:
         host = f"[{host}]" if ":" in host else host
         with suppress(OSError):
             print(f"rvllm: listening at http://{host}:{port}", file=sys.stderr, flush=True)
+        _allow_many_connections()
         threading.Thread(target=self._load, name="rvllm-load", daemon=True).start()
         self._uvicorn.run([self._listener])
         if self._load_error is not None:
@@ -125,6 +126,13 @@ class Server:
             )
             await model.engine.drain(self._args.drain_timeout)
         self._uvicorn.should_exit = True
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor; the usual limit of 1,024 is a default, not a wish."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Uvicorn(uvicorn.Server):

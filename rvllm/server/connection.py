@@ -1,0 +1,118 @@
+"""Connection: HTTP/1.1 as uvicorn speaks it, with limits on what a client may leave unfinished."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from rvllm.server.errors import APIError
+
+HEAD_TIMEOUT = 10.0  # seconds for a request line and its headers, or for the rest of a body that nobody reads
+WRITE_TIMEOUT = 300.0  # seconds in which a reader that has stopped must take something
+MAX_HEAD_BYTES = 2**16
+
+
+class Connection(HttpToolsProtocol):
+    """Ends connections whose requests do not come to their end, and answers what is no HTTP with an error object.
+
+    How long a body that is read may take is read_body()'s to say.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None  # runs while no request is being answered
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._is_in_head = self._is_in_body = False
+        self._num_pending_bytes = 0  # since the last whole head or piece of a body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self._start_timer()
+        self._num_pending_bytes += len(data)
+        super().data_received(data)
+        if self._num_pending_bytes > MAX_HEAD_BYTES:
+            self._refuse(APIError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head, self._is_in_body = False, True
+        self._num_pending_bytes = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_pending_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        self._num_pending_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_in_head and not self.pipeline:
+            self._start_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(APIError(400, "the request is no valid HTTP"))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_TIMEOUT, self._on_timeout)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timeout(self) -> None:
+        self._timer = None
+        self._refuse(APIError(408, f"the request's headers took longer than {HEAD_TIMEOUT:g} seconds"))
+
+    def _refuse(self, error: APIError) -> None:
+        """Closes the connection, with an answer where one is due: to what has begun and has had none."""
+        if self.transport.is_closing():
+            return
+        is_idle = self.cycle is None or self.cycle.response_complete
+        if is_idle and not self._is_in_body and (self._is_in_head or self._num_pending_bytes):
+            self.transport.write(_raw(error))
+        self.transport.close()
+
+
+def _raw(error: APIError) -> bytes:
+    body = error.response().body
+    head = [
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    ]
+    return "\r\n".join([*head, "", ""]).encode("ascii") + bytes(body)

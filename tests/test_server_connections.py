@@ -1,0 +1,225 @@
+"""Clients that do not keep to HTTP, or leave things unfinished: each gets an answer or its end, the others theirs."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_client import TinyServer, error_of, make_llm, wait_until
+
+from rvllm.server import connection, security
+
+PATH = "/v1/completions"
+GET = b"GET /version HTTP/1.1\r\nHost: tiny\r\n\r\n"
+SLOW_TEMPLATE = "{% for i in range(9999) %}{% for i in range(9999) %}{% endfor %}{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
+    llm = make_llm(tmp_path_factory.mktemp("model"), context_length=8192, num_blocks=1100, max_num_seqs=4)
+    with closing(TinyServer(llm)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def url(server: TinyServer) -> Iterator[str]:
+    with server.on_socket() as url:
+        yield url
+
+
+def connect(url: str) -> socket.socket:
+    return socket.create_connection((httpx.URL(url).host, httpx.URL(url).port), 20)  # type: ignore[arg-type]
+
+
+def rest(client: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    data = b""
+    try:
+        while part := client.recv(65536):
+            data += part
+    except ConnectionResetError:
+        pass
+    return data
+
+
+def talk(url: str, data: bytes) -> bytes:
+    with connect(url) as client:
+        client.sendall(data)
+        return rest(client)
+
+
+def error_in(answer: bytes, status: int) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer[:300]
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error["message"]
+
+
+def is_well(url: str) -> None:
+    assert httpx.post(url + PATH, json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("part", [b"GET /ver", b"GET /version HTTP/1.1\r\nHost: ti", GET + b"GET /", b"\r\n"])
+def test_a_head_that_does_not_end_is_timed_out(
+    url: str, part: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
+    with connect(url) as client:
+        client.sendall(part)
+        answer = rest(client)
+    assert answer.count(b"HTTP/1.1 200 OK") == part.count(GET)
+    assert "headers took longer than" in error_in(answer[answer.rindex(b"HTTP/1.1") :], 408)
+    is_well(url)
+
+
+def test_headers_that_drip_are_timed_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.3)
+    with connect(url) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\n")
+        with pytest.raises(OSError):
+            while True:
+                client.sendall(b"X-More: yes\r\n")
+                time.sleep(0.02)
+    is_well(url)
+
+
+def test_a_connection_without_a_word_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
+    assert talk(url, b"") == b""
+
+
+def test_a_connection_is_kept_between_requests(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
+    with httpx.Client(base_url=url) as client:
+        for _ in range(2):
+            before = client.get("/version")
+            time.sleep(0.5)
+        assert before.status_code == 200
+        sockets = {id(connection._connection) for connection in client._transport._pool.connections}  # type: ignore[attr-defined]
+        assert len(sockets) == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"GET /" + b"a" * 300_000, b"GET / HTTP/1.1\r\nX: " + b"a" * 300_000,
+     b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * 100_000,
+     b"POST /v1/completions HTTP/1.1\r\nHost: tiny\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"x" * 300_000],
+)  # fmt: skip
+def test_a_head_without_bounds_is_refused(url: str, head: bytes) -> None:
+    answer = talk(url, head)
+    assert answer == b"" or "headers are larger" in error_in(answer, 431)
+    is_well(url)
+
+
+def test_a_body_that_drips_is_a_408(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "BODY_TIMEOUT", 0.3)
+    with connect(url) as client:
+        client.sendall(f"POST {PATH} HTTP/1.1\r\nHost: tiny\r\nContent-Length: 100000\r\n\r\n".encode())
+        stopped = threading.Event()
+
+        def drip() -> None:
+            while not stopped.wait(0.02):
+                try:
+                    client.sendall(b" ")
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        answer = rest(client)
+        stopped.set()
+        thread.join()
+    assert "too slowly" in error_in(answer, 408)
+    is_well(url)
+
+
+def test_the_rest_of_a_body_that_nobody_reads_is_timed_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
+    with connect(url) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\nHost: tiny\r\nContent-Length: 100000\r\n\r\n")
+        wait_until(lambda: client.recv(65536, socket.MSG_PEEK).endswith(b"}"))
+        client.sendall(b" ")
+        assert rest(client).count(b"HTTP/1.1") == 1
+
+
+def test_a_reader_that_has_stopped_is_let_go(
+    server: TinyServer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT", 0.3)
+    body = json.dumps({"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "logprobs": 20, "stream": True})
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((httpx.URL(url).host, httpx.URL(url).port))
+        client.sendall(
+            f"POST {PATH} HTTP/1.1\r\nHost: tiny\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        wait_until(lambda: server.engine.num_running == 1)
+        server.assert_idle()
+        assert not rest(client).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20,
+     b"GET http://[::1 HTTP/1.1\r\nHost: x\r\n\r\n", b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+     b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", b"GET / HTTP/1.1\r\nHost x\r\n\r\n",
+     b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+     b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"],
+)  # fmt: skip
+def test_what_is_no_http_is_a_400(url: str, data: bytes) -> None:
+    answer = talk(url, data)
+    assert answer == b"" or "no valid HTTP" in error_in(answer, 400)
+    is_well(url)
+
+
+def test_pipelined_requests_are_answered_in_order(url: str) -> None:
+    last = b"GET /nope HTTP/1.1\r\nHost: tiny\r\nConnection: close\r\n\r\n"
+    answer = talk(url, GET * 200 + last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 200
+    assert answer[answer.rindex(b"HTTP/1.1") :].startswith(b"HTTP/1.1 404")
+
+
+def test_an_upgrade_is_not_followed(url: str) -> None:
+    head = b"Host: tiny\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    head += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    with connect(url) as client:
+        client.sendall(b"GET /version HTTP/1.1\r\n" + head)
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+    is_well(url)
+
+
+# Chats
+
+
+def test_a_chat_template_counts_against_the_queue_and_ends_with_its_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rvllm.jinja_environment.MAX_STEPS", 10**12)
+    llm = make_llm(tmp_path, template=SLOW_TEMPLATE, max_num_seqs=1)
+    body = json.dumps(CHAT).encode()
+    with closing(TinyServer(llm, max_queue=2)) as server, server.on_socket() as url:
+        for path in ("/v1/chat/completions", "/tokenize"):
+            head = f"POST {path} HTTP/1.1\r\nHost: tiny\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            clients = [connect(url) for _ in range(3)]
+            for client in clients:
+                client.sendall(head + body)
+            wait_until(lambda: server.engine.num_waiting == 3)
+            for busy in ("/v1/chat/completions", "/tokenize", PATH):
+                arguments: dict[str, Any] = {"prompt": "x"} if busy == PATH else CHAT
+                assert "in flight" in error_of(httpx.post(url + busy, json=arguments), 429)["message"]
+            for client in clients:
+                client.close()
+            server.assert_idle()
+            is_well(url)
