@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -309,6 +310,16 @@ def test_every_body_is_described_in_the_openapi_document(server: TinyServer) -> 
     assert "max_tokens" in document["components"]["schemas"][body["$ref"].split("/")[-1]]["properties"]
 
 
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+def test_the_docs_need_no_internet_and_no_key(llm: LLM, path: str) -> None:
+    with make_server(llm, api_keys=("key",)) as server:
+        page = server.request("GET", path).text
+        links = re.findall(r'(?:src|href)="([^"]*)"', page)
+        assert len(links) >= 2 and "://" not in page
+        for link in links:
+            assert server.request("GET", link).status_code == 200
+
+
 # The page
 
 
@@ -400,7 +411,7 @@ def test_a_body_that_stops_coming_is_a_408(server: TinyServer, monkeypatch: pyte
         answer = b""
         while part := connection.recv(4096):
             answer += part
-    assert answer.startswith(b"HTTP/1.1 408 ") and b'"error":{"message":"no byte of the body' in answer
+    assert answer.startswith(b"HTTP/1.1 408 ") and b'"error":{"message":"the body comes too slowly' in answer
 
 
 def test_many_at_a_time_and_one_after_the_other(server: TinyServer) -> None:

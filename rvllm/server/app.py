@@ -12,6 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
@@ -20,7 +21,7 @@ from rvllm.server.errors import ErrorBody, add_error_handlers
 from rvllm.server.logs import RequestLog
 from rvllm.server.metrics import Metrics
 from rvllm.server.page import add_page
-from rvllm.server.security import Guard
+from rvllm.server.security import DOCS_FILES, Guard
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.tracing import Tracing
 from rvllm.version import __version__
@@ -66,7 +67,7 @@ def create_app(
             on_startup()
         yield
 
-    app = FastAPI(title="rvllm", version=__version__, lifespan=lifespan)
+    app = FastAPIOffline(title="rvllm", version=__version__, lifespan=lifespan, static_url=DOCS_FILES)
     app.state.config = config
     app.state.model = model
     app.state.metrics = Metrics(config.names[0])
