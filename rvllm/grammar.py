@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,11 +22,62 @@ if TYPE_CHECKING:
 
     from rvllm.tokenizer import Tokenizer
 
-_CACHE_SIZE = 32  # compiled grammars that are kept
+TOO_COMPLEX = (
+    "structured output: too complex to go on: "  # how an error begins that the grammar is to blame for
+)
+
+_CACHE_SIZE = 16  # compiled grammars that are kept
 _NUM_THREADS = 2
 _STACK_BYTES = 64 << 20  # the compiler recurses
-_MAX_LEXER_STATES = 20_000  # of 1 to 2 kB, in each request; a limited string takes up to 9 a character
+_MAX_LEXER_STATES = 50_000  # of 0.6 to 2 kB; a string of limited length makes 4 to 9 a character
+_MAX_STEP_ITEMS = 10_000  # of the parser, in a token: 30 ms
+_MIN_TOKENS = 16  # that a new table of states must last
+_MAX_RENEWED_CHARACTERS = 2**16  # of a grammar that is compiled again for a new table, while a step waits
+_REPLAYED_TOKENS = 256  # at a time: other threads wait meanwhile
 _MAX_MESSAGE = 300
+
+
+class Grammar:
+    """A compiled grammar. Thread-safe.
+
+    All its matchers share one table of lexer states, which every text that they meet makes larger.
+    """
+
+    def __init__(self, compile_matcher: Callable[[], LLMatcher], is_large: bool = False) -> None:
+        """is_large: compiling takes too long for a step to wait for it. Raises what compile_matcher raises."""
+        self.is_large = is_large
+        self._compile = compile_matcher
+        self._matcher = compile_matcher()
+        self._lock = threading.Lock()  # a matcher is for one thread at a time
+        self.is_full = False
+
+    def new_matcher(self) -> LLMatcher:
+        """For an answer that has not begun."""
+        with self._lock:
+            return self._matcher.deep_copy()
+
+    def renewed_matcher(self) -> LLMatcher:
+        """One with a table of its own, for an answer that has found its table full."""
+        self.is_full = True
+        return self._compile()
+
+
+@dataclass
+class _Compilation:
+    """num_users: those that wait for the grammar, or are about to begin an answer in it."""
+
+    future: Future[Grammar]
+    num_users: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        future = self.future
+        return (
+            future.done()
+            and not future.cancelled()
+            and future.exception() is None
+            and future.result().is_full
+        )
 
 
 class GrammarCompiler:
@@ -35,38 +89,79 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
-        self._ll_tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()  # never held for long: event loops take it
         self._executors: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compilations: OrderedDict[StructuredOutput, _Compilation] = OrderedDict()
+        self._making_tokenizer = threading.Lock()
+        self._ll_tokenizer: LLTokenizer | None = None
 
     def compile(self, output: StructuredOutput) -> GrammarState:
         """The state of an answer that has not begun. Raises ValueError naming what is wrong in the grammar."""
+        with self.compiling(output) as future:
+            return GrammarState(future.result(), self._tokenizer, self._pools()[1], output.after)
+
+    @contextmanager
+    def compiling(self, output: StructuredOutput) -> Iterator[Future[Grammar]]:
+        """The compilation of a grammar, which all that need the same share. Within the block, compile() finds it.
+
+        What nobody waits for any more is not begun.
+        """
         key = replace(output, after=None)
+        compiling = self._pools()[0]
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
-                self._compiled.move_to_end(key)
-            if self._executors is None:  # two, so that no mask waits for a slow compilation
-                self._executors = _make_executor("rvllm-compile"), _make_executor("rvllm-grammar")
-            compiling, masking = self._executors
-        if matcher is None:
-            matcher = compiling.submit(self._matcher, output).result()
+            compilation = self._compilations.get(key)
+            if compilation is None or compilation.is_full:
+                is_large = _num_characters(key) > _MAX_RENEWED_CHARACTERS
+                future = compiling.submit(Grammar, partial(self._matcher, key), is_large)
+                compilation = _Compilation(future)
+                self._compilations[key] = compilation
+            self._compilations.move_to_end(key)
+            compilation.num_users += 1
+        try:
+            yield compilation.future
+        finally:
             with self._lock:
-                self._compiled[key] = matcher
-                while len(self._compiled) > _CACHE_SIZE:
-                    self._compiled.popitem(last=False)
-        with self._lock:  # a matcher is for one thread at a time
-            copy = matcher.deep_copy()
-        return GrammarState(copy, self._tokenizer, masking, output.after)
+                compilation.num_users -= 1
+                self._forget_unused()
+
+    @property
+    def num_compiling(self) -> int:
+        """Grammars that are being compiled, or wait for it."""
+        with self._lock:
+            return sum(not compilation.future.done() for compilation in self._compilations.values())
+
+    def is_known(self, output: StructuredOutput) -> bool:
+        """Whether a grammar has been compiled, or is about to be."""
+        with self._lock:
+            return replace(output, after=None) in self._compilations
+
+    def _forget_unused(self) -> None:
+        """Under the lock: drops what has not begun, what has failed, and the least recently used of too many."""
+        excess = len(self._compilations) - _CACHE_SIZE
+        for key, compilation in list(self._compilations.items()):
+            future = compilation.future
+            if compilation.num_users:
+                continue
+            if future.cancel() or (future.done() and (excess > 0 or future.exception() is not None)):
+                del self._compilations[key]
+                excess -= 1
+
+    def _pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
+        """Of compilations and of masks: two, so that no mask waits for a slow compilation."""
+        with self._lock:
+            if self._executors is None:
+                self._executors = _make_executor("rvllm-compile"), _make_executor("rvllm-grammar")
+            return self._executors
 
     def _matcher(self, output: StructuredOutput) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        with self._lock:
+        with self._making_tokenizer:
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = _make_tokenizer(self._tokenizer)
-        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False
+        )
         matcher = LLMatcher(self._ll_tokenizer, _source(output), log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds a grammar without any text, and warms up every copy's lexer
@@ -83,9 +178,12 @@ class GrammarState:
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: Tokenizer, executor: ThreadPoolExecutor, after: str | None = None
+        self, grammar: Grammar, tokenizer: Tokenizer, executor: ThreadPoolExecutor, after: str | None = None
     ) -> None:
-        self._matcher = matcher
+        self._grammar = grammar
+        self._matcher = grammar.new_matcher()
+        self._token_ids: list[int] = []  # that the matcher has taken
+        self._num_tokens_at_renewal: int | None = None
         self._tokenizer = tokenizer
         self._executor = executor
         self._after = b"" if after is None else after.encode()  # empty: the constraint has begun
@@ -95,9 +193,9 @@ class GrammarState:
         self.error: str | None = None
 
     def copy(self) -> GrammarState:
-        """A state of its own, for another choice of the same prompt."""
-        other = GrammarState(self._matcher.deep_copy(), self._tokenizer, self._executor)
-        other._after, other._tail, other.error = self._after, self._tail, self.error
+        """A state of its own, for another choice of the same prompt, before the answer begins."""
+        other = GrammarState(self._grammar, self._tokenizer, self._executor)
+        other._after = self._after
         return other
 
     def prepare(self) -> None:
@@ -128,8 +226,10 @@ class GrammarState:
                 self._after = self._tail = b""
             else:
                 self._tail = self._tail[-len(self._after) :]
-        elif not self._matcher.consume_token(token_id) and self.error is None:
-            self._fail()
+        elif self.error is None:
+            self._token_ids.append(token_id)
+            if not self._matcher.consume_token(token_id):
+                self._executor.submit(self._recover).result()  # where stacks are large
 
     @property
     def is_finished(self) -> bool:
@@ -143,14 +243,30 @@ class GrammarState:
                 self._words[token_id // 32] &= np.int32(~np.uint32(1 << token_id % 32).view(np.int32))
             return
         if self.error is None:
-            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            self._fill_words()
             if self._matcher.is_error():
-                self._fail()
+                self._recover()
         if self.error is not None:
             self._words.fill(0)
 
-    def _fail(self) -> None:
-        self.error = f"structured output: {_one_line(self._matcher.get_error())}"
+    def _fill_words(self) -> None:
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+
+    def _recover(self) -> None:
+        """Goes on with a new table of states if the old one is full; else, or if that is of no use, sets error."""
+        message, count = self._matcher.get_error(), len(self._token_ids)
+        self.error = TOO_COMPLEX + _one_line(message)
+        is_in_vain = (
+            self._num_tokens_at_renewal is not None and count < self._num_tokens_at_renewal + _MIN_TOKENS
+        )
+        if "too many states" not in message or is_in_vain or self._grammar.is_large:
+            return
+        self._matcher, self._num_tokens_at_renewal = self._grammar.renewed_matcher(), count
+        for start in range(0, count, _REPLAYED_TOKENS):
+            self._matcher.consume_tokens(self._token_ids[start : start + _REPLAYED_TOKENS])
+        self._fill_words()
+        if not self._matcher.is_error():
+            self.error = None
 
 
 class _Vocabulary:
@@ -217,6 +333,12 @@ def _make_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     return LLTokenizer(_Vocabulary(tokenizer), eos_token=sorted(tokenizer.eog_token_ids))  # type: ignore[arg-type]
 
 
+def _num_characters(output: StructuredOutput) -> int:
+    return len(str(output.json_schema or output.regex or output.grammar or "")) + sum(
+        map(len, output.choice or ())
+    )
+
+
 def _source(output: StructuredOutput) -> str:
     """The grammar in llguidance's own form. Raises ValueError."""
     from llguidance import LLMatcher, regex_to_lark
@@ -228,7 +350,7 @@ def _source(output: StructuredOutput) -> str:
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(output.regex, 'dw')}/")
     if output.choice is not None:
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in output.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # in capitals: one lexeme
     from rvllm.gbnf import is_gbnf, to_lark
 
     grammar = output.grammar or ""

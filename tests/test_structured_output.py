@@ -15,7 +15,7 @@ from tiny_gguf import EOS_TOKEN_ID, write_tiny_model
 
 from rvllm import LLM, SamplingParams, StructuredOutput, _core
 from rvllm.gguf_file import GGUFFile
-from rvllm.grammar import GrammarCompiler
+from rvllm.grammar import TOO_COMPLEX, GrammarCompiler, GrammarState
 from rvllm.tokenizer import Tokenizer
 
 
@@ -370,8 +370,6 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(llm: LLM) -> No
 
 def test_masks_are_computed_beside_the_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread computes none itself, and each is asked for before the forward pass begins."""
-    from rvllm.grammar import GrammarState
-
     threads: set[str] = set()
     compute = GrammarState._compute
 
@@ -410,11 +408,55 @@ def test_large_schemas_are_within_the_limit() -> None:
     assert matches(StructuredOutput(json_schema=schema), json.dumps({"text": "hello world " * 165}))
 
 
-def test_an_answer_that_makes_too_many_states_ends() -> None:
-    state = compiler().compile(StructuredOutput(regex="(a|b)*a(a|b){24}c"))
-    letters = np.random.default_rng(1).integers(ord("a"), ord("c"), 20_000)
-    for letter in letters.tolist():
-        if not allowed_ids(state):
-            break
-        state.advance(letter)
-    assert state.error is not None and "too many states: 20000" in state.error
+LONG = StructuredOutput(json_schema=obj({"text": {"type": "string", "maxLength": 20_000}}))
+
+
+def advance(state: GrammarState, text: str) -> str | None:
+    """Lets the answer go on with text; the error, if it has to end."""
+    for byte in text.encode():
+        if byte not in allowed_ids(state):
+            return state.error or f"{chr(byte)!r} is not allowed"
+        state.advance(byte)
+    return state.error
+
+
+def test_long_texts_renew_the_table_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.grammar._MAX_LEXER_STATES", 3000)
+    fresh = GrammarCompiler(tokenizer())
+    early = fresh.compile(LONG)
+    for _ in range(2):  # the second answer finds the table as the first has left it
+        state = fresh.compile(LONG)
+        assert (
+            advance(state, json.dumps({"text": "h\u00e9llo w\u00f6rld \\ " * 100}, ensure_ascii=False))
+            is None
+        )
+        assert state.is_finished
+    assert advance(early, '{"text": "' + "x" * 2000) is None
+    assert allowed_ids(early) == allowed_ids_after(fresh, '{"text": "' + "x" * 2000)
+
+
+def allowed_ids_after(fresh: GrammarCompiler, text: str) -> list[int]:
+    state = fresh.compile(LONG)
+    assert advance(state, text) is None
+    return allowed_ids(state)
+
+
+def test_an_answer_that_needs_too_many_states_at_once_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.grammar._MAX_LEXER_STATES", 300)
+    fresh = GrammarCompiler(tokenizer())
+    letters = "".join(np.random.default_rng(1).choice(list("ab"), 2000))
+    error = advance(fresh.compile(StructuredOutput(regex="(a|b)*a(a|b){24}c")), letters)
+    assert error is not None and error.startswith(TOO_COMPLEX) and "too many states: 300" in error
+    assert advance(fresh.compile(StructuredOutput(regex="[ab]*c")), "abc") is None
+
+
+def test_many_choices_are_one_lexeme() -> None:
+    choices = tuple(f"choice number {i}" for i in range(10_000))
+    assert matches(StructuredOutput(choice=choices), "choice number 9876")
+
+
+def test_a_text_of_too_many_readings_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.grammar._MAX_STEP_ITEMS", 200)
+    fresh = GrammarCompiler(tokenizer())
+    error = advance(fresh.compile(StructuredOutput(grammar="start: s\ns: s s | /[a-z]/")), "a" * 300)
+    assert error is not None and error.startswith(TOO_COMPLEX) and "Too many items" in error
