@@ -11,42 +11,27 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from rvllm.engine import EngineStats, LLMEngine
+from rvllm.engine_errors import EmbeddingError, EngineDeadError, EngineStoppedError, QueueFullError
 from rvllm.finishing_rate import FinishingRate
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.request_group import RequestGroup
+from rvllm.request_preparer import RequestPreparer
 from rvllm.request_stream import EngineObserver, RequestStream, observe, wake
 from rvllm.sampling_params import SamplingParams
 
+T = TypeVar("T")
+
 logger = logging.getLogger("rvllm")
 
-_PREPARE_THREADS = 2
 _MAX_FAILED_STEPS = 3  # in a row: whatever is wrong then is not with the requests
 _IDLE_SECONDS = 1.0  # after which the books of an idle engine are checked
-
-
-class QueueFullError(RuntimeError):
-    """Too many requests are in flight. retry_after: seconds until there is likely to be room."""
-
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine takes no requests: it has not been started, is draining, or has been shut down."""
-
-
-class EngineDeadError(RuntimeError):
-    """The step that computed the request failed, or so many that the engine thread has ended."""
-
-
-class EmbeddingError(RuntimeError):
-    """A prompt's embedding is not made of finite numbers."""
 
 
 class AsyncEngine:
@@ -93,7 +78,7 @@ class AsyncEngine:
         self._stats = engine.stats
         self._thread: threading.Thread | None = None
         self._embedding_numbers = itertools.count()
-        self._workers = ThreadPoolExecutor(_PREPARE_THREADS, thread_name_prefix="rvllm-prepare")
+        self._preparer = RequestPreparer(engine, self._refuse_if_over)
 
     def start(self) -> None:
         """Starts the engine thread; does nothing if it has been started."""
@@ -149,8 +134,36 @@ class AsyncEngine:
         Raises, before the first output: ValueError for a bad request or an id in use, QueueFullError,
         EngineStoppedError; at any time EngineDeadError.
         """
-        prepare = partial(self.engine.prepare, request_id, prompt, params, 0)
+        prepare = partial(self._preparer.prepare, request_id, prompt, params)
         return self._follow(request_id, params.n, prepare, priority, timeout)
+
+    def generate_from(
+        self,
+        request_id: str,
+        make: Callable[[], tuple[str | Sequence[int], SamplingParams]],
+        n: int,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As generate(), of n choices for a prompt that is made once the request has been taken in.
+
+        make: called on a thread of its own kind, so that others do not wait for it; what it raises is raised here.
+        """
+
+        async def prepare(priority: float) -> RequestGroup:
+            prompt, params = await self._preparer.make(make)
+            return await self._preparer.prepare(request_id, prompt, params, priority)
+
+        return self._follow(request_id, n, prepare, priority, timeout)
+
+    async def work(self, function: Callable[[], T]) -> T:
+        """Result of a function, called where prompts are made; until then it counts as a request in flight.
+
+        Raises what the function raises, QueueFullError and EngineStoppedError.
+        """
+        with self._place(1):
+            return await self._preparer.make(function)
 
     async def embed(self, prompts: Iterable[str | Sequence[int]]) -> list[tuple[list[float], int]]:
         """Each prompt's embedding and number of tokens, computed beside whatever else runs.
@@ -162,7 +175,7 @@ class AsyncEngine:
 
         async def embed_one(i: int, prompt: str | Sequence[int]) -> tuple[list[float], int]:
             request_id = f"embedding-{first}-{i}"
-            prepare = partial(self.engine.prepare_embedding, request_id, prompt)
+            prepare = partial(self._preparer.prepare_embedding, request_id, prompt)
             async with room:
                 outputs = [output async for output in self._follow(request_id, 1, prepare)]
             completion = outputs[-1].outputs[0]
@@ -205,7 +218,7 @@ class AsyncEngine:
             self._has_work.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._workers.shutdown(wait=False)
+        self._preparer.shutdown()
         self._fail_all(partial(EngineStoppedError, "the engine has been shut down"))
 
     # The callers' side.
@@ -214,7 +227,7 @@ class AsyncEngine:
         self,
         request_id: str,
         num_choices: int,
-        prepare: Callable[[float], RequestGroup],
+        prepare: Callable[[float], Awaitable[RequestGroup]],
         priority: float = 0,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -224,9 +237,8 @@ class AsyncEngine:
         try:
             # All that wait age at the same rate, so their order is known when they arrive.
             late = (stream.arrival - self._start_time) / self._aging_seconds
-            preparing = stream.loop.run_in_executor(self._workers, self._prepare, prepare, priority + late)
             try:
-                group = await asyncio.wait_for(preparing, timeout)
+                group = await asyncio.wait_for(prepare(priority + late), timeout)
             except asyncio.TimeoutError:
                 self._post(partial(self._deliver, [_timed_out(stream)]))
             else:
@@ -246,11 +258,6 @@ class AsyncEngine:
             if not stream.is_closed:
                 self._close(stream)
 
-    def _prepare(self, prepare: Callable[[float], RequestGroup], priority: float) -> RequestGroup:
-        if self._is_dead or self._is_stopping:  # what is still queued need not be encoded
-            self._refuse()
-        return prepare(priority)
-
     def _open(self, request_id: str, num_choices: int) -> RequestStream:
         """Takes a request in, if there is room for it."""
         stream = RequestStream(request_id, num_choices)
@@ -258,15 +265,29 @@ class AsyncEngine:
             self._refuse()
             if request_id in self._streams:
                 raise ValueError(f"request_id {request_id!r} is in use")
-            excess = self._num_in_flight + num_choices - self.max_in_flight
-            if excess > 0 and self._num_in_flight:
-                raise QueueFullError(
-                    f"{self._num_in_flight} requests are in flight, at most {self.max_in_flight} are taken",
-                    self._rate.retry_after(excess),
-                )
+            self._take_places(num_choices)
             self._streams[request_id] = stream
-            self._num_in_flight += num_choices
         return stream
+
+    @contextmanager
+    def _place(self, count: int) -> Iterator[None]:
+        with self._lock:
+            self._refuse()
+            self._take_places(count)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_in_flight -= count
+
+    def _take_places(self, count: int) -> None:
+        excess = self._num_in_flight + count - self.max_in_flight
+        if excess > 0 and self._num_in_flight:
+            raise QueueFullError(
+                f"{self._num_in_flight} requests are in flight, at most {self.max_in_flight} are taken",
+                self._rate.retry_after(excess),
+            )
+        self._num_in_flight += count
 
     def _close(self, stream: RequestStream) -> None:
         if stream.is_submitted:
@@ -299,6 +320,11 @@ class AsyncEngine:
             raise EngineStoppedError("the engine is draining: it takes no new requests")
         if self._thread is None:
             raise EngineStoppedError("the engine has not been started")
+
+    def _refuse_if_over(self) -> None:
+        """Raises for work on the prompt of a request that can no longer be answered."""
+        if self._is_dead or self._is_stopping:
+            self._refuse()
 
     async def _take(self, stream: RequestStream) -> RequestOutput:
         while True:
@@ -371,8 +397,6 @@ class AsyncEngine:
         self._stats = self.engine.stats
         self._rate.add_busy(time.monotonic() - start)
         self._deliver(outputs)
-        if self._observer is not None:
-            self._observer.on_step(self._stats)
 
     def _submit(self, stream: RequestStream, group: RequestGroup) -> None:
         if stream.is_closed:
@@ -458,9 +482,7 @@ def _check(priority: object, timeout: object) -> None:
 
 def _timed_out(stream: RequestStream) -> RequestOutput:
     """The end of a request whose prompt took too long to encode."""
-    choices = [
-        CompletionOutput(i, "", [], None, None, finish_reason="timeout") for i in range(stream.num_choices)
-    ]
+    choices = [CompletionOutput(i, finish_reason="timeout") for i in range(stream.num_choices)]
     return RequestOutput(stream.request_id, None, [], 0, choices, finished=True)
 
 

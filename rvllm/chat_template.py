@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 TEMPLATE_KEY = "tokenizer.chat_template"
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that no text is expected to hold
 MAX_DEPTH = 100  # levels of lists and dicts in messages and tools
+
+# Asked at every turn of a template's loops: whether to give up, because nobody waits for the prompt any more.
+is_abandoned: ContextVar[Callable[[], bool]] = ContextVar("is_abandoned", default=lambda: False)
 
 
 class ChatTemplate:
@@ -103,7 +107,7 @@ class ChatTemplate:
         variables |= kwargs
         from rvllm.jinja_environment import Budget, budget
 
-        token = budget.set(Budget())
+        token = budget.set(Budget(is_abandoned.get()))
         try:
             text = template.render(variables)
         except Exception as error:  # templates fail in every way that Python does

@@ -112,7 +112,7 @@ class LLMEngine:
         )
         seed = engine_config.seed
         self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        self._grammar_compiler = GrammarCompiler(tokenizer)
+        self.grammar_compiler = GrammarCompiler(tokenizer)
         self._request_numbers = itertools.count()
         self._groups: dict[str, RequestGroup] = {}
         self._outputs: list[RequestOutput] = []  # of requests without an inbox
@@ -172,7 +172,7 @@ class LLMEngine:
             )
         max_num_tokens = self._max_num_tokens(len(token_ids), params.max_tokens)
         output = params.structured_output
-        grammar = None if output is None else self._grammar_compiler.compile(output)
+        grammar = None if output is None else self.grammar_compiler.compile(output)
         seed = self._request_seed(params.seed)
         requests = []
         for index in range(params.n):

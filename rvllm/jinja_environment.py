@@ -49,7 +49,8 @@ class Budget:
     """What one rendering may still do. Only those of the usual ways to do much are watched that a template has: loops,
     calls, and operators that join or repeat."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_abandoned: Callable[[], bool]) -> None:
+        self._is_abandoned = is_abandoned
         self._steps = 0
         self._deadline = time.monotonic() + MAX_SECONDS
 
@@ -60,6 +61,8 @@ class Budget:
             raise BudgetError(f"more than {MAX_STEPS} turns of loops and calls")
         if time.monotonic() > self._deadline:
             raise BudgetError(f"takes more than {MAX_SECONDS:g} seconds")
+        if self._is_abandoned():
+            raise BudgetError("nobody waits for it any more")
 
     @staticmethod
     def check_size(size: int) -> None:

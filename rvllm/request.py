@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,7 +44,7 @@ class Request:
     priority: the lowest is served first; of equals, the one that was added first (key). prefix: what was found of
     token_ids in the prefix cache while it waits. sampler, pooler: native state; a request has one of them.
     prompt_logprobs: grows with the prompt, if asked for: an entry for each token, None for the first.
-    error: what has gone wrong with them.
+    error: what has gone wrong with them. start_time: time.monotonic() when it began to run, None before.
     """
 
     __slots__ = (
@@ -67,6 +67,7 @@ class Request:
         "prompt_logprobs",
         "request_id",
         "sampler",
+        "start_time",
         "status",
         "stop_reason",
         "token_ids",
@@ -105,6 +106,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.start_time: float | None = None
         self.block_table: list[int] = []
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
@@ -164,10 +166,10 @@ class CompletionOutput:
     """
 
     index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
-    cumulative_logprob: float | None
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -200,6 +202,7 @@ class RequestOutput:
     prompt_logprobs: with the first output of a request that asked for them: an entry for each token of the prompt,
     None for the first.
     finished: no choice of this request will produce more.
+    start_time: time.monotonic() when the first choice began to run; until then the request had waited.
     """
 
     request_id: str
@@ -209,6 +212,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    start_time: float | None = None
 
     def add(self, new: RequestOutput) -> None:
         """Appends what is new of the same request. Takes over what it has no choice of that index for."""
@@ -220,4 +224,5 @@ class RequestOutput:
                 self.outputs.append(completion)
         self.num_cached_tokens = new.num_cached_tokens
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        self.start_time = new.start_time
         self.finished = new.finished

@@ -120,7 +120,7 @@ class RequestGroup:
 
     def empty_output(self) -> RequestOutput:
         """What the outputs of the group's steps can be added to."""
-        return self.output([CompletionOutput(i, "", [], None, None) for i in range(len(self.choices))])
+        return self.output([CompletionOutput(i) for i in range(len(self.choices))])
 
     def output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
@@ -131,6 +131,7 @@ class RequestGroup:
             outputs=completions,
             finished=self.num_unfinished == 0,
             prompt_logprobs=self._new_prompt_logprobs(completions),
+            start_time=self.choices[0].request.start_time,
         )
 
     def _new_prompt_logprobs(

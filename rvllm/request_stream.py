@@ -8,14 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from rvllm.engine import EngineStats
 from rvllm.request import RequestOutput
 
 
 class EngineObserver(Protocol):
     """Hears of all that is worth a metric, on the engine thread: its methods must be quick."""
-
-    def on_step(self, stats: EngineStats) -> None: ...
 
     def on_first_token(self, seconds: float, n: int) -> None:
         """A request's first n tokens, one for each choice at most, came `seconds` after the request."""

@@ -6,6 +6,7 @@ Plain ints; the only resource it knows is the BlockManager's blocks.
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from operator import attrgetter
@@ -256,6 +257,7 @@ class Scheduler:
         request.block_table = manager.allocate(shared, num_tokens)
         request.num_computed_tokens = len(shared) * manager.block_size
         if request.num_preemptions == 0:
+            request.start_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self.num_prompt_tokens += request.num_prompt_tokens if request.index == 0 else 0
             self.prefix_queries += request.num_prompt_tokens

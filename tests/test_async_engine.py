@@ -5,120 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fake_engine import assert_drained, make_engine
-from fake_runner import FakeRunner, tokens_alone
+from async_engines import ENDLESS, SHORT, Gate, Observer, collect, drive, running, until
+from fake_engine import make_engine
+from fake_runner import tokens_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rvllm.async_engine import AsyncEngine, EngineDeadError, EngineStoppedError, QueueFullError
-from rvllm.engine import EngineStats, LLMEngine
+from rvllm.async_engine import QueueFullError
 from rvllm.finishing_rate import FinishingRate
-from rvllm.request import RequestOutput
 from rvllm.sampling_params import SamplingParams
-
-SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
-
-
-class Gate:
-    """Lets the engine run a step only when the test says so."""
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self.entered = threading.Semaphore(0)
-        self._open = threading.Event()
-        self._permits = threading.Semaphore(0)
-        run = engine.runner.run
-
-        def gated(scheduled: Any) -> Any:
-            self.entered.release()
-            if not self._open.is_set():
-                self._permits.acquire()
-            return run(scheduled)
-
-        engine.runner.run = gated  # type: ignore[method-assign]
-
-    async def step(self) -> None:
-        """Returns when the step that waits at the gate is over, and the next one waits there."""
-        self._permits.release()
-        await asyncio.to_thread(self.entered.acquire)
-
-    async def wait(self) -> None:
-        await asyncio.to_thread(self.entered.acquire)
-
-    def open(self) -> None:
-        self._open.set()
-        self._permits.release()
-
-
-class Observer:
-    """Keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.stats = EngineStats()
-        self.first_tokens: list[float] = []
-        self.num_gaps = 0
-        self.finished: list[tuple[str, int, int]] = []
-
-    def on_step(self, stats: EngineStats) -> None:
-        self.stats = stats
-
-    def on_first_token(self, seconds: float, n: int) -> None:
-        self.first_tokens.append(seconds)
-
-    def on_tokens(self, itl_seconds: float, n: int) -> None:
-        assert itl_seconds >= 0
-        self.num_gaps += n
-
-    def on_finished(
-        self, reason: str, e2e_seconds: float, prompt_tokens: int, generation_tokens: int
-    ) -> None:
-        self.finished.append((reason, prompt_tokens, generation_tokens))
-
-
-@contextmanager
-def running(engine: LLMEngine | None = None, **settings: Any) -> Iterator[AsyncEngine]:
-    engine = engine or make_engine(4096, context_length=8192, max_num_seqs=4)
-    async_engine = AsyncEngine(engine, **settings)
-    async_engine.start()
-    try:
-        yield async_engine
-    finally:
-        async_engine.shutdown()
-        if not async_engine.is_dead:
-            for request_id in list(engine._groups):
-                engine.abort(request_id)
-            assert_drained(engine)
-
-
-async def collect(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
-    """All of a request's output, joined."""
-    joined: RequestOutput | None = None
-    async for output in stream:
-        if joined is None:
-            joined = output
-        else:
-            joined.add(output)
-    assert joined is not None and joined.finished
-    return joined
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # the test's own time limit ends it
-        await asyncio.sleep(0.001)
-
-
-def drive(main: Callable[[], Awaitable[None]]) -> None:
-    """Runs a test on a loop of its own; nothing here takes long, unless it hangs."""
-
-    async def limited() -> None:
-        await asyncio.wait_for(main(), 60)
-
-    asyncio.run(limited())
 
 
 def test_many_coroutines_get_what_each_would_get_alone() -> None:
@@ -133,12 +31,12 @@ def test_many_coroutines_get_what_each_would_get_alone() -> None:
                 assert output.outputs[0].token_ids == tokens_alone([5 + i, 6], 8)
                 assert output.outputs[0].finish_reason == "length"
             await until(lambda: engine.num_waiting == 0)
-            assert (engine.num_running, engine.stats().generation_tokens) == (0, 320)
+            stats = engine.stats()
+            assert (stats.num_running, stats.free_blocks, stats.generation_tokens) == (0, 4096, 320)
 
     drive(main)
     assert observer.finished == [("length", 2, 8)] * 40
     assert (len(observer.first_tokens), observer.num_gaps) == (40, 280)
-    assert (observer.stats.num_running, observer.stats.free_blocks) == (0, 4096)
 
 
 def test_text_and_choices() -> None:
@@ -366,182 +264,6 @@ def test_priority_and_age() -> None:
         assert await order(1e-9) == ["r0", "r1", "r2", "r3"]  # any wait outweighs any priority
 
     drive(main)
-
-
-# The end of the engine
-
-
-def test_drain_refuses_new_requests_and_finishes_old_ones() -> None:
-    async def main() -> None:
-        with running() as engine:
-            params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
-            tasks = [
-                asyncio.create_task(collect(engine.generate(f"r{i}", [5 + i], params))) for i in range(6)
-            ]
-            await until(lambda: engine.num_running > 0)
-            assert engine.is_ready
-            drained = asyncio.create_task(engine.drain(None))
-            await asyncio.sleep(0)
-            assert engine.is_draining and not engine.is_ready
-            with pytest.raises(EngineStoppedError, match="draining"):
-                await collect(engine.generate("late", [5], SHORT))
-            await drained
-            for i, task in enumerate(tasks):
-                assert (await task).outputs[0].token_ids == tokens_alone([5 + i], 300)
-
-    drive(main)
-
-
-def test_drain_aborts_what_takes_too_long() -> None:
-    async def main() -> None:
-        with running() as engine:
-            tasks = [asyncio.create_task(collect(engine.generate(f"r{i}", [5], ENDLESS))) for i in range(6)]
-            await until(lambda: engine.num_running == 4)
-            await engine.drain(0.01)
-            assert [(await task).outputs[0].finish_reason for task in tasks] == ["abort"] * 6
-            await engine.drain(None)
-
-    drive(main)
-
-
-def test_death_of_the_thread_reaches_everybody() -> None:
-    async def main() -> None:
-        llm_engine = make_engine(4096, context_length=8192, max_num_seqs=2)
-        with running(llm_engine) as engine:
-            read = engine.generate("read", [5], ENDLESS)
-            await anext(read)
-            tasks = [asyncio.create_task(collect(engine.generate(f"r{i}", [5], ENDLESS))) for i in range(5)]
-            await until(lambda: engine.num_waiting == 4)
-
-            def fail(scheduled: object) -> None:
-                raise RuntimeError("the device is gone")
-
-            llm_engine.runner.run = fail  # type: ignore[assignment, method-assign]
-            for error in await asyncio.gather(*tasks, return_exceptions=True):
-                assert isinstance(error, EngineDeadError)
-                assert str(error) == "the engine has failed: RuntimeError: the device is gone"
-            with pytest.raises(EngineDeadError):
-                await collect(read)
-            assert engine.is_dead and not engine.is_ready
-            assert isinstance(engine.error, RuntimeError)
-            with pytest.raises(EngineDeadError, match="the device is gone"):
-                await collect(engine.generate("late", [5], SHORT))
-            await engine.drain(None)  # nothing is left to wait for
-
-    drive(main)
-
-
-def test_the_time_runs_while_a_prompt_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    observer, gate = Observer(), threading.Event()
-
-    async def main() -> None:
-        with running(observer=observer) as engine:
-            prepare = engine.engine.prepare
-
-            def slow(*arguments: Any) -> Any:
-                gate.wait()
-                return prepare(*arguments)
-
-            monkeypatch.setattr(engine.engine, "prepare", slow)
-            params = SamplingParams(n=2, max_tokens=8)
-            try:
-                output = await collect(engine.generate("a", [5], params, timeout=0.01))
-            finally:
-                gate.set()
-            assert [choice.finish_reason for choice in output.outputs] == ["timeout"] * 2
-            assert observer.finished == [("timeout", 0, 0)]
-            assert (await collect(engine.generate("a", [5], SHORT, timeout=1e6))).finished
-            assert engine.num_waiting == 0
-
-    drive(main)
-
-
-def test_a_step_that_fails_ends_its_own_requests_alone() -> None:
-    async def main() -> None:
-        llm_engine = make_engine(4096, context_length=8192, max_num_seqs=2)
-        with running(llm_engine) as engine:
-            tasks = [asyncio.create_task(collect(engine.generate(f"r{i}", [5 + i], SHORT))) for i in range(6)]
-            assert isinstance(llm_engine.runner, FakeRunner)
-            llm_engine.runner.fail_at = 1
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            ran = {int(request_id[1:]) for request_id, _, _ in llm_engine.runner.steps[1]}
-            for i, result in enumerate(results):
-                if i in ran:
-                    assert isinstance(result, EngineDeadError)
-                else:
-                    assert isinstance(result, RequestOutput)
-                    assert result.outputs[0].token_ids == tokens_alone([5 + i], 8)
-            assert engine.is_ready
-
-    drive(main)
-
-
-def test_shutdown_in_the_middle_and_before_the_start() -> None:
-    async def main() -> None:
-        engine = AsyncEngine(make_engine(4096, context_length=8192))
-        with pytest.raises(EngineStoppedError, match="not been started"):
-            await collect(engine.generate("a", [5], SHORT))
-        engine.start()
-        engine.start()
-        task = asyncio.create_task(collect(engine.generate("a", [5], ENDLESS)))
-        await until(lambda: engine.num_running == 1)
-        await asyncio.to_thread(engine.shutdown)
-        with pytest.raises(EngineStoppedError, match="shut down"):
-            await task
-        with pytest.raises(EngineStoppedError, match="shut down"):
-            await collect(engine.generate("b", [5], SHORT))
-        engine.shutdown()
-
-    drive(main)
-
-
-def test_two_loops_and_one_that_is_closed() -> None:
-    with running() as engine:
-
-        def ask(name: str) -> None:
-            async def main() -> None:
-                output = await collect(engine.generate(name, [5, 6], SHORT))
-                assert output.outputs[0].token_ids == tokens_alone([5, 6], 8)
-
-            drive(main)
-
-        threads = [threading.Thread(target=ask, args=(f"r{i}",)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-        loop = asyncio.new_event_loop()
-        stream = engine.generate("left behind", [5], ENDLESS)
-        loop.run_until_complete(anext(stream))
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()  # without closing its generators
-        assert engine.stats().num_running in (0, 1)
-        engine.abort("left behind")
-        drive(lambda: until(lambda: engine.num_running == 0))
-
-
-def test_broken_books_of_an_idle_engine_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rvllm.async_engine._IDLE_SECONDS", 0.01)
-
-    async def main() -> None:
-        llm_engine = make_engine()
-        with running(llm_engine) as engine:
-            await collect(engine.generate("a", [5], SHORT))
-            llm_engine.block_manager._ref_counts[3] += 1
-            await until(lambda: engine.is_dead)
-            assert "block 3: reference count 1" in str(engine.error)
-
-    drive(main)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"max_queue": -1}, "max_queue"), ({"max_queue": True}, "max_queue"), ({"aging_seconds": 0}, "aging")],
-)
-def test_bad_settings(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AsyncEngine(make_engine(), **settings)
 
 
 # Anything at once

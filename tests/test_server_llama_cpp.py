@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +199,16 @@ def test_bos_is_added_as_each_world_expects(tmp_path_factory: pytest.TempPathFac
 )  # fmt: skip
 def test_bad_texts_and_ids_are_named(server: TinyServer, path: str, body: dict[str, Any], param: str) -> None:
     assert server.refused(path, **body)["param"] == param
+
+
+def test_timings_leave_out_the_time_in_the_queue(tmp_path: Path) -> None:
+    with closing(TinyServer(make_llm(tmp_path, max_num_seqs=1))) as server:
+        start = time.perf_counter()
+        body = {"prompt": "one", "n_predict": 100, "ignore_eos": True}
+        responses = server.requests([("POST", PATH, {"json": body})] * 4)
+        seconds = time.perf_counter() - start
+        timings = [response.json()["timings"] for response in responses]
+        assert 0 < sum(t["prompt_ms"] + t["predicted_ms"] for t in timings) < 1e3 * seconds
+        both = server.ok(PATH, prompt=["one", "seven"], n_predict=3, ignore_eos=True, cache_prompt=False)
+        assert [answer["timings"]["prompt_n"] for answer in both] == [3, 5]
+        assert [answer["timings"]["predicted_n"] for answer in both] == [3, 3]

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from rvllm.request import CompletionOutput
 from rvllm.sampling_params import SamplingParams
-from rvllm.server.chat_output import ChatOutput, TurnFormat
+from rvllm.server.chat_output import ChatOutput, Turn, TurnFormat
 from rvllm.server.chat_prompt import ChatPrompt
 from rvllm.server.constraints import structured_output, turn_constraint
 from rvllm.server.errors import APIError, bad_request
@@ -80,16 +80,13 @@ async def create_chat_completion(
     """Answers a conversation."""
     model.check_name(body.model)
     body.check_stream_options()
-    prompt = await body.encode(model)
-    turn = TurnFormat.of(model, body, prompt, body.parallel_tool_calls)
-    params = body.to_sampling_params(model, turn)
-    generation = Generation(request, model, new_id("chatcmpl-"), [prompt], params, body.priority)
-    answer = ChatAnswer(body, generation, turn)
+    turn = Turn(model, body, body.parallel_tool_calls, body.to_sampling_params)
+    generation = Generation.of_source(request, model, new_id("chatcmpl-"), turn.make, body.n, body.priority)
     if body.stream:
         await while_connected(request, generation.start())
-        return EventStream(answer.events(), generation.close)
+        return EventStream(ChatAnswer(body, generation, turn.format).events(), generation.close)
     await while_connected(request, generation.finish())
-    return JSONResponse(answer.whole())
+    return JSONResponse(ChatAnswer(body, generation, turn.format).whole())
 
 
 class ChatAnswer:
@@ -98,7 +95,7 @@ class ChatAnswer:
     def __init__(self, body: ChatCompletionRequest, generation: Generation, turn: TurnFormat) -> None:
         self.body = body
         self.generation = generation
-        self._outputs = [ChatOutput(turn) for _ in range(generation.params.n)]
+        self._outputs = [ChatOutput(turn) for _ in range(generation.n)]
         self._head: dict[str, Any] = {
             "id": generation.request_id,
             "created": int(time.time()),
@@ -130,7 +127,7 @@ class ChatAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         try:
-            for index in range(self.generation.params.n):
+            for index in range(self.generation.n):
                 delta = {"role": "assistant", "content": ""}
                 choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield self._chunk(choice, is_first=index == 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rvllm.reasoning_formats import ReasoningFormat, find_reasoning
+from rvllm.sampling_params import SamplingParams
 from rvllm.server.chat_prompt import ChatPrompt, NamedTool
 from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.served_model import ServedModel
@@ -84,6 +85,30 @@ class TurnFormat:
         except ValueError as error:
             raise bad_request(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from None
         return cls(reasoning, thinks, JSON, schemas, is_parallel, forced)
+
+
+class Turn:
+    """An assistant's turn that is to be generated: make() gives its prompt, and format, which depends on that."""
+
+    format: TurnFormat
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompt: ChatPrompt,
+        parallel: bool | None,
+        to_sampling_params: Callable[[ServedModel, TurnFormat], SamplingParams],
+    ) -> None:
+        self._model = model
+        self._prompt = prompt
+        self._parallel = parallel
+        self._to_sampling_params = to_sampling_params
+
+    def make(self) -> tuple[list[int], SamplingParams]:
+        """Raises APIError."""
+        token_ids = self._prompt.encode(self._model)
+        self.format = TurnFormat.of(self._model, self._prompt, token_ids, self._parallel)
+        return token_ids, self._to_sampling_params(self._model, self.format)
 
 
 class ChatOutput:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,7 +11,6 @@ from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.messages import Message, template_messages
 from rvllm.server.schemas import APIRequest, one_of
 from rvllm.server.served_model import ServedModel
-from rvllm.tool_prompt import tell_tools
 
 _RESERVED = frozenset(
     {
@@ -74,8 +72,8 @@ class ChatPrompt(APIRequest):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
-    async def encode(self, model: ServedModel) -> list[int]:
-        """Token ids. Raises APIError."""
+    def encode(self, model: ServedModel) -> list[int]:
+        """Token ids. Templates may loop for long: to be called on a thread. Raises APIError."""
         continues = bool(self.continue_final_message)
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
@@ -89,10 +87,10 @@ class ChatPrompt(APIRequest):
         )  # fmt: skip
         for name in _RESERVED & (self.chat_template_kwargs or {}).keys():
             raise bad_request(f"chat_template_kwargs must not hold {name!r}", "chat_template_kwargs")
-        return await encode_chat(model, self.messages or [], continue_final_message=continues, **kwargs)
+        return encode_chat(model, self.messages or [], continue_final_message=continues, **kwargs)
 
 
-async def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: Any) -> list[int]:
+def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: Any) -> list[int]:
     """arguments: of ChatTemplate.encode_chat(). Raises APIError."""
     template = model.chat_template
     plain = template_messages(messages)
@@ -102,12 +100,9 @@ async def encode_chat(model: ServedModel, messages: Sequence[Message], **argumen
         )
     if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
-    if "tools" not in template.source:
-        plain = tell_tools(plain, arguments.pop("tools", ()))
     for message in plain:
         model.check_length(message["content"])
     try:
-        # Templates come with models and may loop for long, which others must not wait for.
-        return await asyncio.to_thread(template.encode_chat, model.tokenizer, plain, **arguments)
+        return template.encode_chat(model.tokenizer, plain, **arguments)
     except ValueError as error:
         raise from_value_error(error) from None

@@ -73,8 +73,11 @@ async def create_completion(
     model.check_name(body.model)
     body.check_stream_options()
     params = body.to_sampling_params()
-    generation = Generation(request, model, new_id("cmpl-"), prompt_list(body.prompt), params, body.priority)
-    answer = CompletionAnswer(body, generation)
+    prompts = prompt_list(body.prompt)
+    generation = Generation.of_prompts(
+        request, model, new_id("cmpl-"), prompts, params, priority=body.priority
+    )
+    answer = CompletionAnswer(body, generation, params.skip_special_tokens)
     if body.stream:
         await while_connected(request, generation.start())
         return EventStream(answer.events(), generation.close)
@@ -85,8 +88,9 @@ async def create_completion(
 class CompletionAnswer:
     """Turns the outputs of a generation into the objects of the API."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation) -> None:
+    def __init__(self, body: CompletionRequest, generation: Generation, skip_special_tokens: bool) -> None:
         self.body = body
+        self._skip_special_tokens = skip_special_tokens
         self.generation = generation
         self._head: dict[str, Any] = {
             "id": generation.request_id,
@@ -131,7 +135,7 @@ class CompletionAnswer:
 
     def _choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """The choice with what is new of it: the prompt, if that is echoed, comes with its first part."""
-        index = i * self.generation.params.n + completion.index
+        index = i * self.generation.n + completion.index
         text = "" if self.body.hides_tokens else completion.text
         logprobs = None
         is_first = index not in self._logprobs
@@ -139,7 +143,7 @@ class CompletionAnswer:
             prompt = self._prompt_text(i) if self.body.echo else ""
             text = prompt + text
             tokenizer = self.generation.model.tokenizer
-            detokenizer = Detokenizer(tokenizer, self.generation.params.skip_special_tokens)
+            detokenizer = Detokenizer(tokenizer, self._skip_special_tokens)
             self._logprobs[index] = CompletionLogprobs(
                 tokenizer, self.body.logprobs or 0, len(prompt), detokenizer
             )

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse
 
 from rvllm.server.errors import bad_request, unsupported
-from rvllm.server.generation import api_error
+from rvllm.server.generation import refusal
 from rvllm.server.schemas import APIRequest, Prompts, body_schema, json_body, prompt_list
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import while_connected
@@ -53,7 +53,7 @@ async def create_embeddings(
     try:
         embeddings = await while_connected(request, model.engine.embed(prompts))
     except (ValueError, RuntimeError) as error:
-        raise api_error(error) from error
+        raise refusal(request, error) from error
     if body.dimensions is not None and body.dimensions != len(embeddings[0][0]):
         raise unsupported("dimensions", f"the model's vectors have {len(embeddings[0][0])}")
     encode = _base64 if body.encoding_format == "base64" else list

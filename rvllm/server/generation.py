@@ -5,70 +5,121 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request
 
-from rvllm.async_engine import EmbeddingError, EngineDeadError, EngineStoppedError, QueueFullError
+from rvllm.engine_errors import EmbeddingError, EngineDeadError, EngineStoppedError, QueueFullError
+from rvllm.grammar import TOO_COMPLEX
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.errors import APIError, bad_request, from_value_error
 from rvllm.server.metrics import Metrics
+from rvllm.server.streaming import while_connected
 
 if TYPE_CHECKING:
     from rvllm.server.served_model import ServedModel
+
+Prompt = str | list[int]
+T = TypeVar("T")
 
 
 def new_id(prefix: str) -> str:
     return prefix + uuid.uuid4().hex
 
 
+@dataclass
+class _Clock:
+    """Of one prompt, in seconds of time.monotonic(): when it began to be computed, its first and latest token."""
+
+    start: float
+    first_token: float
+    last_token: float
+
+
 class Generation:
     """Iterates over (index of the prompt, what is new of it) after start().
 
-    results: everything so far, one RequestOutput a prompt. Leaving before the end needs close(): what still runs
-    is aborted.
+    prompts: as far as they are known. n: choices of each. results: everything so far, one RequestOutput a prompt.
+    Leaving before the end needs close(): what still runs is aborted.
     """
 
-    def __init__(
-        self,
+    def __init__(self, request: Request, model: ServedModel, request_id: str, n: int) -> None:
+        """A generation without prompts; use one of the two below."""
+        request.state.generation = self  # what the log reports
+        self._request = request
+        self.model = model
+        self.request_id = request_id
+        self.n = n
+        self.prompts: list[Prompt] = []
+        self.results: list[RequestOutput] = []
+        self.seconds_to_first_token = 0.0
+        self._arrival = time.monotonic()
+        self._clocks: list[_Clock] = []
+        self._iterators: list[AsyncGenerator[RequestOutput, None]] = []
+        self._first: list[RequestOutput] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def of_prompts(
+        cls,
         request: Request,
         model: ServedModel,
         request_id: str,
-        prompts: Sequence[str | list[int]],
+        prompts: Sequence[Prompt],
         params: SamplingParams,
+        *,
         priority: int | None = None,
         timeout: float | None = None,
-    ) -> None:
-        request.state.generation = self  # what the log reports
-        self._metrics: Metrics = request.app.state.metrics
-        self.model = model
-        self.request_id = request_id
-        self.params = params
-        self.prompts = prompts
-        self.results: list[RequestOutput] = []
-        self.arrival_time = time.perf_counter()
-        self.first_token_time = self.last_token_time = self.arrival_time
-        if len(prompts) * params.n > model.engine.max_in_flight:
-            raise bad_request(
-                f"{len(prompts)} prompts with n {params.n} are more than the {model.engine.max_in_flight} "
-                "requests that may be in flight (--max-num-seqs and --max-queue)"
-            )
+    ) -> Generation:
+        """Raises APIError for more than can be in flight, and for a text that cannot fit."""
+        generation = cls(request, model, request_id, params.n)
+        generation._check_count(len(prompts))
         for prompt in prompts:
             model.check_length(prompt)
-        self._iterators = [
-            model.engine.generate(
-                f"{request_id}-{i}",
-                prompt,
-                params,
-                priority=priority or 0,
-                timeout=model.timeout if timeout is None else timeout,
+        generation.prompts += prompts
+        limit = model.timeout if timeout is None else timeout
+        generate = partial(model.engine.generate, params=params, priority=priority or 0, timeout=limit)
+        generation._iterators += [generate(f"{request_id}-{i}", prompt) for i, prompt in enumerate(prompts)]
+        return generation
+
+    @classmethod
+    def of_source(
+        cls,
+        request: Request,
+        model: ServedModel,
+        request_id: str,
+        source: Callable[[], tuple[Prompt, SamplingParams]],
+        n: int | None,
+        priority: int | None = None,
+    ) -> Generation:
+        """Of one prompt, which source makes on a thread when the request has been admitted; it may raise APIError."""
+        generation = cls(request, model, request_id, 1 if n is None else n)
+        generation._check_count(1)
+
+        def make() -> tuple[Prompt, SamplingParams]:
+            prompt, params = source()
+            generation.prompts.append(prompt)
+            return prompt, params
+
+        stream = model.engine.generate_from(
+            f"{request_id}-0", make, generation.n, priority=priority or 0, timeout=model.timeout
+        )
+        generation._iterators.append(stream)
+        return generation
+
+    def _check_count(self, num_prompts: int) -> None:
+        limit = self.model.engine.max_in_flight
+        if self.n < 1:
+            raise bad_request(f"n must be at least 1, got {self.n}", "n")
+        if num_prompts * self.n > limit:
+            raise bad_request(
+                f"{num_prompts} prompts with n {self.n} are more than the {limit} requests that may be in flight "
+                "(--max-num-seqs and --max-queue)"
             )
-            for i, prompt in enumerate(prompts)
-        ]
-        self._first: list[RequestOutput] = []
-        self._pumps: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Returns when every prompt has its first output, so that a refusal of any is an HTTP status.
@@ -79,19 +130,23 @@ class Generation:
         try:
             self._first = list(await asyncio.gather(*waits))
         except Exception as error:
-            if isinstance(error, QueueFullError):
-                self._metrics.on_rejected("queue_full")
-            raise api_error(error) from error
+            raise refusal(self._request, error) from error
         finally:
             if len(self._first) < len(waits):
                 for wait in waits:
                     wait.cancel()
                 await asyncio.gather(*waits, return_exceptions=True)
                 await self.close()
-        self.first_token_time = self.last_token_time = time.perf_counter()
         for output in self._first:
             _check_started(output)
-        self.results = [_empty_output(output, self.params.n) for output in self._first]
+        now = time.monotonic()
+        self.seconds_to_first_token = now - self._arrival
+        self._clocks = [_Clock(output.start_time or now, now, now) for output in self._first]
+        choices = range(self.n)
+        self.results = [
+            replace(output, outputs=[CompletionOutput(i) for i in choices], finished=False)
+            for output in self._first
+        ]
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Raises APIError when the engine fails."""
@@ -124,11 +179,11 @@ class Generation:
             await iterator.aclose()
 
     def _record(self, i: int, output: RequestOutput) -> RequestOutput:
-        self.last_token_time = time.perf_counter()
+        self._clocks[i].last_token = time.monotonic()
         self.results[i].add(output)
         for completion in output.outputs:
             if completion.finish_reason == "error":
-                raise APIError(500, f"the engine failed: {completion.error}")
+                raise _failure(completion.error or "")
         return output
 
     async def _only(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -184,17 +239,18 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
-    def timings(self) -> dict[str, float]:
-        """llama.cpp's timings object; waiting in the queue counts as part of the prompt's time."""
-        prompt_ms = 1e3 * (self.first_token_time - self.arrival_time)
-        predicted_ms = 1e3 * (self.last_token_time - self.first_token_time)
-        prompt_n = self.num_prompt_tokens - self.num_cached_tokens
-        predicted_n = self.num_generated_tokens
-        later_n = max(
-            0, predicted_n - self.params.n * len(self.prompts)
-        )  # the first tokens came with the prompt
+    def timings(self, i: int | None = None) -> dict[str, float]:
+        """llama.cpp's timings object, of prompt i or of all together; waiting in the queue is no part of it."""
+        chosen = range(len(self.results)) if i is None else [i]
+        results, clocks = [self.results[k] for k in chosen], [self._clocks[k] for k in chosen]
+        cache_n = sum(result.num_cached_tokens for result in results)
+        prompt_n = sum(len(result.prompt_token_ids) for result in results) - cache_n
+        prompt_ms = 1e3 * sum(clock.first_token - clock.start for clock in clocks)
+        predicted_n = sum(len(choice.token_ids) for result in results for choice in result.outputs)
+        predicted_ms = 1e3 * sum(clock.last_token - clock.first_token for clock in clocks)
+        later_n = max(0, predicted_n - self.n * len(results))  # the first tokens came with the prompt
         return {
-            "cache_n": self.num_cached_tokens,
+            "cache_n": cache_n,
             "prompt_n": prompt_n,
             "prompt_ms": prompt_ms,
             "prompt_per_token_ms": prompt_ms / max(1, prompt_n),
@@ -204,6 +260,25 @@ class Generation:
             "predicted_per_token_ms": predicted_ms / max(1, later_n),
             "predicted_per_second": 1e3 * later_n / max(1e-3, predicted_ms),
         }
+
+
+async def work(request: Request, model: ServedModel, function: Callable[[], T]) -> T:
+    """Result of a function that may take long: called on a thread, as a request in flight that its client may leave.
+
+    Raises APIError, ClientGoneError.
+    """
+    try:
+        return await while_connected(request, model.engine.work(function))
+    except Exception as error:
+        raise refusal(request, error) from error
+
+
+def refusal(request: Request, error: Exception) -> APIError:
+    """As api_error(), counted if it is for want of room."""
+    if isinstance(error, QueueFullError):
+        metrics: Metrics = request.app.state.metrics
+        metrics.on_rejected("queue_full")
+    return api_error(error)
 
 
 def api_error(error: Exception) -> APIError:
@@ -226,6 +301,12 @@ def api_error(error: Exception) -> APIError:
     raise error
 
 
+def _failure(message: str) -> APIError:
+    if message.startswith(TOO_COMPLEX):
+        return bad_request(message, "structured_outputs", "grammar_too_complex")
+    return APIError(500, f"the engine failed: {message}")
+
+
 def _check_started(output: RequestOutput) -> None:
     """Raises APIError for a request that ended before it had a token."""
     if any(completion.token_ids for completion in output.outputs):
@@ -235,16 +316,3 @@ def _check_started(output: RequestOutput) -> None:
         raise APIError(408, "the request had no token within its time limit (--timeout)", code="timeout")
     if "abort" in reasons:
         raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
-
-
-def _empty_output(first: RequestOutput, n: int) -> RequestOutput:
-    """What the outputs of a request can be added to."""
-    return RequestOutput(
-        request_id=first.request_id,
-        prompt=first.prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        num_cached_tokens=first.num_cached_tokens,
-        outputs=[CompletionOutput(i, "", [], None, None) for i in range(n)],
-        finished=False,
-        prompt_logprobs=first.prompt_logprobs,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,7 +13,7 @@ from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.constraints import structured_output
 from rvllm.server.errors import APIError, bad_request
-from rvllm.server.generation import Generation, new_id
+from rvllm.server.generation import Generation, new_id, work
 from rvllm.server.logprobs import chat_logprobs
 from rvllm.server.schemas import MAX_LOGPROBS, SamplingFields, body_schema, json_body, one_of
 from rvllm.server.served_model import ServedModel, get_model
@@ -147,14 +146,19 @@ async def create_llama_completion(
 ) -> Response:
     """Goes on from a prompt; several prompts, or n_cmpl, give a list."""
     model.check_name(body.model)
-    # Long texts take a while to encode, which others must not wait for.
-    params = await asyncio.to_thread(body.to_sampling_params, model)
     if body.t_max_predict_ms is not None and body.t_max_predict_ms <= 0:
         body.t_max_predict_ms = None  # llama.cpp's "no limit"
     timeout = None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3
-    prompts = await asyncio.to_thread(body.prompts, model)
-    generation = Generation(request, model, new_id("cmpl-"), prompts, params, body.priority, timeout)
-    answer = LlamaAnswer(body, generation)
+
+    def encode() -> tuple[SamplingParams, list[str | list[int]]]:
+        return body.to_sampling_params(model), body.prompts(model)
+
+    # Texts among ids and biases take a while to encode, which others must not wait for.
+    params, prompts = await work(request, model, encode)
+    generation = Generation.of_prompts(
+        request, model, new_id("cmpl-"), prompts, params, priority=body.priority, timeout=timeout
+    )
+    answer = LlamaAnswer(body, generation, params)
     if body.stream:
         await while_connected(request, generation.start())
         return EventStream(answer.events(), generation.close)
@@ -168,9 +172,10 @@ async def create_llama_completion(
 
 
 class LlamaAnswer:
-    def __init__(self, body: LlamaCompletionRequest, generation: Generation) -> None:
+    def __init__(self, body: LlamaCompletionRequest, generation: Generation, params: SamplingParams) -> None:
         self.body = body
         self.generation = generation
+        self._params = params
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         try:
@@ -186,7 +191,7 @@ class LlamaAnswer:
     def _part(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         whole = self.generation.results[i].outputs[completion.index]
         part = {
-            "index": i * self.generation.params.n + completion.index,
+            "index": i * self.generation.n + completion.index,
             "content": completion.text,
             "tokens": completion.token_ids if self.body.return_tokens else [],
             "stop": False,
@@ -196,7 +201,7 @@ class LlamaAnswer:
             **self._probabilities(completion),
         }
         if self.body.timings_per_token:
-            part["timings"] = self.generation.timings()
+            part["timings"] = self.generation.timings(i)
         return part
 
     def final(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
@@ -205,7 +210,7 @@ class LlamaAnswer:
         hides = self.body.hides_tokens
         reason, stop = completion.finish_reason, completion.stop_reason
         final = {
-            "index": i * self.generation.params.n + completion.index,
+            "index": i * self.generation.n + completion.index,
             "content": "" if hides else completion.text,
             "tokens": completion.token_ids if self.body.return_tokens and not hides else [],
             "id_slot": -1,
@@ -221,7 +226,7 @@ class LlamaAnswer:
             "stopping_word": stop if isinstance(stop, str) else "",
             "tokens_cached": output.num_cached_tokens,
             "truncated": False,
-            "timings": self.generation.timings(),
+            "timings": self.generation.timings(i),
             **({} if hides else self._probabilities(completion)),
         }
         if self.body.response_fields is None:
@@ -243,7 +248,7 @@ class LlamaAnswer:
         return {"completion_probabilities": entries}
 
     def _settings(self) -> dict[str, Any]:
-        params = self.generation.params
+        params = self._params
         return {
             "n_predict": -1 if params.max_tokens is None else params.max_tokens,
             "seed": params.seed,

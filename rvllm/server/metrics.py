@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from rvllm.async_engine import AsyncEngine
-    from rvllm.engine import EngineStats
 
 # Seconds, vLLM's buckets.
 _FIRST_TOKEN = (
@@ -86,9 +85,6 @@ class Metrics:
 
     def on_rejected(self, reason: str) -> None:
         self._rejected.labels(**self._labels, reason=reason).inc()
-
-    def on_step(self, stats: EngineStats) -> None:
-        pass
 
     def on_first_token(self, seconds: float, n: int) -> None:
         self._first_token.observe(seconds)

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
 from rvllm.sampling_params import SamplingParams
-from rvllm.server.chat_output import ChatOutput, TurnFormat
+from rvllm.server.chat_output import ChatOutput, Turn, TurnFormat
 from rvllm.server.chat_prompt import ChatPrompt
 from rvllm.server.constraints import structured_output, turn_constraint
 from rvllm.server.errors import bad_request, unsupported
@@ -115,22 +115,22 @@ async def create_response(
 ) -> Response:
     """Answers input items with output items."""
     model.check_name(body.model)
-    chat = body.chat_prompt()
-    prompt = await chat.encode(model)
-    turn = TurnFormat.of(model, chat, prompt, body.parallel_tool_calls)
-    params = body.to_sampling_params(model, turn)
-    generation = Generation(request, model, new_id("resp_"), [prompt], params, body.priority)
-    output = ResponseOutput(
-        generation, ChatOutput(turn), _fields(body, generation, params), body.top_logprobs or 0
-    )
+    turn = Turn(model, body.chat_prompt(), body.parallel_tool_calls, body.to_sampling_params)
+    generation = Generation.of_source(request, model, new_id("resp_"), turn.make, body.n, body.priority)
+
+    def output() -> ResponseOutput:
+        return ResponseOutput(
+            generation, ChatOutput(turn.format), _fields(body, generation), body.top_logprobs or 0
+        )
+
     if body.stream:
         await while_connected(request, generation.start())
-        return EventStream(output.events(), generation.close)
+        return EventStream(output().events(), generation.close)
     await while_connected(request, generation.finish())
-    return JSONResponse(output.whole())
+    return JSONResponse(output().whole())
 
 
-def _fields(body: ResponsesRequest, generation: Generation, params: SamplingParams) -> dict[str, Any]:
+def _fields(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:
     """The part of a response object that repeats the request."""
     reasoning = body.reasoning or ReasoningSettings()
     return {
@@ -148,12 +148,12 @@ def _fields(body: ResponsesRequest, generation: Generation, params: SamplingPara
         "previous_response_id": None,
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "store": False,
-        "temperature": params.temperature,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": body.text_format},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": params.top_p,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,
     }

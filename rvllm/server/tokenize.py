@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 
 from rvllm.server.chat_prompt import ChatPrompt
-from rvllm.server.errors import bad_request, from_value_error
+from rvllm.server.errors import bad_request
+from rvllm.server.generation import work
 from rvllm.server.schemas import APIRequest, body_schema, json_body
 from rvllm.server.served_model import ServedModel, get_model
 
@@ -38,6 +38,7 @@ class DetokenizeRequest(APIRequest):
 
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
 async def tokenize(
+    request: Request,
     body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))],
     model: Annotated[ServedModel, Depends(get_model)],
 ) -> dict[str, Any]:
@@ -46,11 +47,19 @@ async def tokenize(
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise bad_request(f"one of prompt, content and messages is needed, got {len(given)}", "prompt")
-    ids = await (_chat_ids(body, model) if given == ["messages"] else _text_ids(body, model))
+    encode = _chat_ids if given == ["messages"] else _text_ids
+
+    def answer() -> dict[str, Any]:
+        return _answer(body, model, encode(body, model))
+
+    return await work(request, model, answer)
+
+
+def _answer(body: TokenizeRequest, model: ServedModel, ids: list[int]) -> dict[str, Any]:
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
     if not (body.with_pieces or body.return_token_strs):
         return answer
-    pieces = await asyncio.to_thread(lambda: [model.tokenizer.token_text(token_id) for token_id in ids])
+    pieces = [model.tokenizer.token_text(token_id) for token_id in ids]
     if body.with_pieces:
         answer["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
     if body.return_token_strs:
@@ -58,39 +67,40 @@ async def tokenize(
     return answer
 
 
-async def _chat_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
+def _chat_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
     for name in ("add_special_tokens", "add_special", "parse_special"):
         if getattr(body, name) is not None:
             raise bad_request(
                 f"{name} does not go with messages: control tokens come from the template", name
             )
-    return await body.encode(model)
+    return body.encode(model)
 
 
-async def _text_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
+def _text_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
     text = body.prompt if body.prompt is not None else body.content or ""
     flags = [flag for flag in (body.add_special_tokens, body.add_special) if flag is not None]
     add_special = flags[0] if flags else body.prompt is not None
-    parse_special = body.parse_special is not False
-    try:
-        # A long text takes a while, which others must not wait for.
-        return await asyncio.to_thread(model.tokenizer.encode, text, add_special, parse_special)
-    except ValueError as error:
-        raise from_value_error(error) from None
+    return model.tokenizer.encode(text, add_special, body.parse_special is not False)
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
 async def detokenize(
+    request: Request,
     body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))],
     model: Annotated[ServedModel, Depends(get_model)],
 ) -> dict[str, Any]:
     """The text of token ids, control tokens by name."""
     model.check_name(body.model)
     size = model.tokenizer.vocab_size
-    for i, token_id in enumerate(body.tokens):
-        if not 0 <= token_id < size:
-            raise bad_request(f"tokens.{i}: {token_id} is no token id in [0, {size - 1}]", f"tokens.{i}")
-    text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, False)
+
+    def decode() -> str:
+        for i, token_id in enumerate(body.tokens):
+            if not 0 <= token_id < size:
+                message = f"tokens.{i}: {token_id!r:.30} is no token id in [0, {size - 1}]"
+                raise bad_request(message, f"tokens.{i}")
+        return model.tokenizer.decode(body.tokens, False)
+
+    text = await work(request, model, decode)
     return {"prompt": text, "content": text}
 
 

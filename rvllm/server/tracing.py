@@ -63,7 +63,7 @@ class Tracing:
                 "gen_ai.response.finish_reasons": fields["finish_reason"].split(","),
                 "gen_ai.usage.input_tokens": generation.num_prompt_tokens,
                 "gen_ai.usage.output_tokens": generation.num_generated_tokens,
-                "rvllm.time_to_first_token": generation.first_token_time - generation.arrival_time,
+                "rvllm.time_to_first_token": generation.seconds_to_first_token,
             }
         span = self._tracer.start_span(
             f"{fields['method']} {fields['path']}",
