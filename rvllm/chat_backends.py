@@ -9,16 +9,19 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from rvllm.chat_session import ChatDelta, ChatError, ChatTooLongError, Message
+from rvllm.reasoning_formats import find_reasoning
 from rvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from rvllm.harmony import HarmonyParser
     from rvllm.llm import LLM
+    from rvllm.reasoning_parser import ReasoningParser
     from rvllm.request_group import RequestGroup
 
 ROOM = 1 / 4  # of the context, at most, that an answer must find free
@@ -35,6 +38,7 @@ class LocalChat:
         self.name = name
         self.max_model_len: int | None = llm.engine.max_model_len
         self._llm = llm
+        self._reasoning = find_reasoning(llm.chat_template.source)
         self._num_requests = 0
 
     def stream(self, messages: Sequence[Message], params: SamplingParams) -> Iterator[ChatDelta]:
@@ -43,6 +47,9 @@ class LocalChat:
         if params.max_tokens is not None:
             room = min(room, params.max_tokens)
         request_id = f"chat-{self._num_requests}"
+        tokenizer, parser = self._llm.tokenizer, None
+        if self._reasoning is not None and any(map(tokenizer.has_control, self._reasoning.marks)):
+            params = replace(params, skip_special_tokens=False)
         try:
             ids = self._llm.encode_chat(messages)
             if len(ids) + room > engine.max_model_len:
@@ -54,12 +61,16 @@ class LocalChat:
         except ValueError as error:
             raise ChatError(" ".join(str(error).split())) from None
         self._num_requests += 1
-        return self._run(group, len(ids))
+        if self._reasoning is not None:
+            parser = self._reasoning.parser(self._reasoning.is_thinking_after(ids, tokenizer))
+        return self._run(group, len(ids), parser)
 
     def interrupt(self) -> None:
         """Each step of the engine ends soon."""
 
-    def _run(self, group: RequestGroup, num_prompt_tokens: int) -> Iterator[ChatDelta]:
+    def _run(
+        self, group: RequestGroup, num_prompt_tokens: int, parser: ReasoningParser | HarmonyParser | None
+    ) -> Iterator[ChatDelta]:
         engine = self._llm.engine
         num_tokens = num_cached_tokens = 0
         finished = False
@@ -76,9 +87,15 @@ class LocalChat:
                     num_tokens += len(completion.token_ids)
                     num_cached_tokens = output.num_cached_tokens
                     finish_reason, finished = completion.finish_reason, output.finished
+                reasoning = ""
+                if parser is not None:
+                    reasoning, text = parser.push(text)
+                    if finished:
+                        rest = parser.finish()
+                        reasoning, text = reasoning + rest[0], text + rest[1]
                 yield ChatDelta(
                     text,
-                    "",
+                    reasoning,
                     num_tokens,
                     num_prompt_tokens,
                     num_cached_tokens,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rvllm.harmony import HarmonyParser
 from rvllm.reasoning_parser import ReasoningParser
+
+if TYPE_CHECKING:
+    from rvllm.tokenizer import Tokenizer
+
+TAIL = 64  # tokens at the end of a prompt in which its model may have been told to think
 
 
 @dataclass(frozen=True)
@@ -22,8 +29,16 @@ class ReasoningFormat:
     answer: tuple[str, str] | None = None
 
     def is_thinking(self, prompt: str) -> bool:
-        """Whether a prompt (its last tokens, as text, do) leaves the model within its thoughts."""
+        """Whether a prompt leaves the model within its thoughts."""
         return prompt.rfind(self.start) > prompt.rfind(self.end)
+
+    def is_thinking_after(self, prompt_token_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+        """As is_thinking(), of a prompt's token ids."""
+        return self.is_thinking(tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False))
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return self.start, self.end, *(self.answer or ())
 
     def parser(self, is_thinking: bool) -> ReasoningParser | HarmonyParser:
         """What splits an answer to such a prompt."""

@@ -131,6 +131,10 @@ class Tokenizer(ABC):
         """Cut text at its control tokens: plain pieces (str) and token ids (int)."""
         return self._split(text, control=True, user_defined=False)
 
+    def has_control(self, text: str) -> bool:
+        """Whether a control token is in the text."""
+        return any(isinstance(piece, int) for piece in self.split_control(text))
+
     def control_starts(self, text: str) -> list[int]:
         """Positions where a control token begins, also one of which only the beginning is left before the end."""
         return self._special_tokens.control_starts(text)

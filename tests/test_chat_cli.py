@@ -26,6 +26,7 @@ from rvllm import LLM, SamplingParams
 from rvllm.chat_backends import LocalChat, ServerChat
 from rvllm.chat_commands import run_command
 from rvllm.chat_session import ChatDelta, ChatError, ChatSession
+from rvllm.chat_template import ChatTemplate
 from rvllm.cli import main
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -100,6 +101,19 @@ def test_stopped_answers_are_kept_and_empty_ones_taken_back() -> None:
         with pytest.raises(ChatError):
             text_of(ask())
         assert [m["content"] for m in session.messages] == ["one two three", "one"]
+
+
+def test_thoughts_of_a_local_model_are_told_apart(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = list(LocalChat(llm, "tiny").stream([{"role": "user", "content": "hi"}], GREEDY))
+    for source in (TEMPLATE + "<think>", "<think></think>" + TEMPLATE):
+        monkeypatch.setattr(llm, "chat_template", ChatTemplate(source))
+        deltas = list(LocalChat(llm, "tiny").stream([{"role": "user", "content": "hi"}], GREEDY))
+        text, thoughts = ("".join(getattr(d, name) for d in deltas) for name in ("text", "reasoning"))
+        assert (text == "") == source.endswith("<think>") and bool(text) != bool(thoughts)
+        assert (
+            deltas[-1].num_tokens == plain[-1].num_tokens
+            and deltas[-1].finish_reason == plain[-1].finish_reason
+        )
 
 
 def test_local_answers_are_those_of_llm_chat(llm: LLM) -> None:

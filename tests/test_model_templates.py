@@ -15,6 +15,7 @@ from vocabularies import bpe_metadata
 
 from rvllm import jinja_environment
 from rvllm.chat_template import ChatTemplate, ChatTemplateError
+from rvllm.cli.info import SAMPLE_CHAT, SAMPLE_TOOL
 from rvllm.reasoning_formats import find_reasoning
 from rvllm.server.chat_output import ChatOutput, TurnFormat
 from rvllm.tokenizer import Tokenizer
@@ -386,3 +387,12 @@ def test_a_broken_call_is_one_error() -> None:
     for call in ({}, {"function": {}}, {"function": {"name": "f", "arguments": "{"}}, None):
         with pytest.raises(ChatTemplateError, match=r"^messages: .* tool call"):
             template.encode_chat(tokenizer, [USER, {**CALL_TURN, "tool_calls": [call]}], tools=[TOOL])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_sample_chat_of_the_info_command(name: str) -> None:
+    template, tokenizer = template_of(name), tokenizer_of(name)
+    for tools in (None, [SAMPLE_TOOL]):
+        text = tokenizer.decode(template.encode_chat(tokenizer, SAMPLE_CHAT, tools=tools))
+        assert all(message["content"] in text for message in SAMPLE_CHAT)
+        assert ("get_weather" in text) == (tools is not None)

@@ -1,4 +1,4 @@
-"""Show what a model file holds, the memory it needs, and what this machine would run it with."""
+"""Show what a model file holds, what its chats look like, what memory it needs, and what would run it here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,26 @@ from rvllm.cli.printer import use_utf8
 if TYPE_CHECKING:
     from rvllm.gguf_file import GGUFFile
 
-HELP = "show what a model file holds and needs"
+HELP = "show what a model file holds and needs, and what its chats look like"
 
 KV_ELEMENT_SIZE = 2  # bytes of each number in the KV cache
 MAX_ITEMS = 4  # shown of an array
 MAX_CHARACTERS = 80  # shown of a string
+
+SAMPLE_CHAT = (
+    {"role": "system", "content": "You are a guide."},
+    {"role": "user", "content": "Hello!"},
+    {"role": "assistant", "content": "Hello. Where to?"},
+    {"role": "user", "content": "How is the weather in Paris?"},
+)
+SAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 "gguf_version": gguf.version,
                 "metadata": {key: _shorten(value) for key, value in gguf.metadata.items()},
                 "tensors": _tensors_by_type(gguf),
+                "chat_template": _chat_template(gguf),
                 "memory": _memory(gguf),
                 "machine": _machine(),
             }
@@ -76,6 +92,37 @@ def _tensors_by_type(gguf: GGUFFile) -> dict[str, dict[str, int]]:
         share["tensors"] += 1
         share["bytes"] += tensor.data.nbytes
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _chat_template(gguf: GGUFFile) -> dict[str, Any] | None:
+    """What was found in the template, and the sample chat as the model sees it; the reason where it cannot be had.
+
+    None where the file has no template.
+    """
+    from rvllm.chat_template import ChatTemplate
+    from rvllm.reasoning_formats import find_reasoning
+    from rvllm.tokenizer import Tokenizer
+    from rvllm.tool_formats import find_format
+
+    try:
+        tokenizer = Tokenizer.from_gguf(gguf.metadata)
+        template = ChatTemplate.from_gguf(gguf.metadata, tokenizer)
+        if template is None:
+            return None
+        template.compile()
+        ids = template.encode_chat(tokenizer, SAMPLE_CHAT)
+        ids_with_tools = template.encode_chat(tokenizer, SAMPLE_CHAT, tools=[SAMPLE_TOOL])
+    except ValueError as error:
+        return {"error": one_line(error)}
+    reasoning = find_reasoning(template.source)
+    return {
+        "tool_format": find_format(template.source).name,
+        "knows_tools": "tools" in template.source,
+        "reasoning_format": None if reasoning is None else reasoning.name,
+        "takes_system": template.takes_system,
+        "sample": tokenizer.decode(ids, skip_special_tokens=False),
+        "sample_with_tools": tokenizer.decode(ids_with_tools, skip_special_tokens=False),
+    }
 
 
 def _memory(gguf: GGUFFile) -> dict[str, Any]:
@@ -130,6 +177,7 @@ def _text(facts: Mapping[str, Any]) -> str:
                 "Tensors",
                 {k: f"{v['tensors']} tensors, {_mib(v['bytes'])}" for k, v in facts["tensors"].items()},
             ),
+            *_chat_section(facts["chat_template"]),
             *_section("Memory", needs),
             *_section(
                 "Machine",
@@ -141,6 +189,30 @@ def _text(facts: Mapping[str, Any]) -> str:
             ),
         )
     )
+
+
+def _chat_section(chat: Mapping[str, Any] | None) -> Iterator[str]:
+    from rvllm.gguf_file import printable
+
+    if chat is None or "error" in chat:
+        yield from _section(
+            "Chat template", {"source": "none"} if chat is None else {"cannot be used": chat["error"]}
+        )
+        return
+    told = "" if chat["knows_tools"] else "; the template knows no tools, so the system message tells of them"
+    yield from _section(
+        "Chat template",
+        {
+            "tool calls": f"in the form {chat['tool_format']}{told}",
+            "thoughts": "none"
+            if chat["reasoning_format"] is None
+            else f"in the form {chat['reasoning_format']}",
+            "system message": "as such" if chat["takes_system"] else "within the first message of the user",
+        },
+    )
+    for title, sample in (("a chat", chat["sample"]), ("a chat with a tool", chat["sample_with_tools"])):
+        yield f"  {title}"
+        yield from (f"  | {printable(line)}" for line in sample.split("\n"))
 
 
 def _section(title: str, entries: Mapping[str, Any]) -> Iterator[str]:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Delta = dict[str, Any]
 
-_TAIL = 64  # tokens at the end of a prompt in which its model may have been told to think
-
 
 @dataclass(frozen=True)
 class TurnFormat:
@@ -46,10 +44,11 @@ class TurnFormat:
 
     def hides_marks(self, tokenizer: Tokenizer) -> bool:
         """Whether a mark is a control token, which leaves no text unless asked to."""
-        marks = list(self.tool_format.starts if self.tool_format else ())
-        if self.reasoning is not None:
-            marks += [self.reasoning.start, self.reasoning.end, *(self.reasoning.answer or ())]
-        return any(isinstance(piece, int) for mark in marks for piece in tokenizer.split_control(mark))
+        marks = [
+            *(() if self.tool_format is None else self.tool_format.starts),
+            *(() if self.reasoning is None else self.reasoning.marks),
+        ]
+        return any(map(tokenizer.has_control, marks))
 
     @classmethod
     def of(
@@ -58,8 +57,7 @@ class TurnFormat:
         """Raises APIError for tools and a tool_choice that do not go together."""
         source = "" if model.chat_template is None else model.chat_template.source
         reasoning = find_reasoning(source)
-        tail = model.tokenizer.decode(prompt_token_ids[-_TAIL:], skip_special_tokens=False)
-        thinks = reasoning is not None and reasoning.is_thinking(tail)
+        thinks = reasoning is not None and reasoning.is_thinking_after(prompt_token_ids, model.tokenizer)
         choice = prompt.tool_choice
         if not prompt.tools:
             if choice not in (None, "none", "auto"):
