@@ -272,7 +272,7 @@ class _Reader:
         """Refuses keys that change what the model computes in ways that are not built."""
         for key, usual in _USUAL_VALUES.items():
             value = self.gguf.metadata.get(f"{self.architecture}.{key}", usual)
-            if value != usual:
+            if not isinstance(value, (bool, int, float)) or value != usual:
                 raise self.fail(key, f"{reprlib.repr(value)} is not supported; supported: {usual}")
 
     def keys(self) -> set[str]:
@@ -300,6 +300,12 @@ class _Reader:
         scaling = self.rope_scaling(dim)
         theta = self.number("rope.freq_base", 10_000.0)
         tables = [rope_table(dim, theta, scaling)]
+        # Published files give it with its usual value, or with one that llama.cpp does not read either.
+        key = "rope.scaling.yarn_attn_factor"
+        if not any(
+            math.isclose(self.number(key, 1.0), usual, rel_tol=1e-3) for usual in (1.0, tables[0].scale)
+        ):
+            raise self.fail(key, f"{self.number(key):g} is not supported; supported: {tables[0].scale:g}")
         window = self.integer("attention.sliding_window", default=family.window, low=0)
         local = self.local_layers(family.window_period, num_layers) if window else [False] * num_layers
         if window:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ TOLERANCE = 2e-4
 # llama.cpp takes gelu from a table of float16, by its argument in float16.
 GELU_TOLERANCE = 0.01
 # Angles far out: llama.cpp multiplies theta up in float32, which 32,000 positions magnify.
-LONG_TOLERANCE = 0.05
+LONG_TOLERANCE = 0.005
 
 Float = NDArray[np.float32]
 
@@ -81,6 +82,14 @@ def test_every_architecture_has_a_tiny_model_and_recorded_logits() -> None:
     assert {path.stem for path in RECORDED.glob("*.npz")} == {*ARCHITECTURES, *LONG}
 
 
+def test_the_docs_list_every_architecture() -> None:
+    page = Path(__file__).parents[1] / "docs" / "models.md"
+    if not page.exists():
+        pytest.skip("the docs are not beside the tests")
+    listed = re.findall(r"^\| `([\w-]+)` \|", page.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(architectures.ARCHITECTURES)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_chunks_and_company_change_no_bit(tmp_path: Path, name: str) -> None:
     path = write(name, tmp_path)
@@ -130,7 +139,7 @@ def test_logits_equal_llama_cpp_up_to_32k(tmp_path: Path, name: str) -> None:
     assert_close(out, np.load(RECORDED / f"{name}.npz")["logits"], LONG_TOLERANCE)
     # What another scaling would make of the same tokens is much further away.
     others = [np.load(RECORDED / f"{other}.npz")["logits"] for other in LONG if other != name]
-    assert min(np.abs(other - out).max() / out.std() for other in others) > 4 * LONG_TOLERANCE
+    assert min(np.abs(other - out).max() / out.std() for other in others) > 0.5
 
 
 def test_yarn_by_hand() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quant_reference import CODE_TYPES, FLOAT_TYPES
 from random_weights import BLOCK_FIELDS, random_weights
-from tiny_gguf import CONTROL_TOKENS, write_tiny_model
+from tiny_gguf import CONTROL_TOKENS, FAMILIES, write_tiny_model
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 PROMPT = list(b"The quick brown fox")
@@ -168,6 +168,14 @@ def test_rms_norm_has_unit_mean_square_and_no_scale() -> None:
     np.testing.assert_allclose(reference.rms_norm(1e3 * x, np.ones(50), 0.0), out)
 
 
+def test_layer_norm_has_no_mean_and_unit_variance() -> None:
+    x = normal(3, 50) + 7
+    out = reference.layer_norm(x, np.ones(50), 0.0)
+    np.testing.assert_allclose(out.mean(axis=1), 0, atol=1e-12)
+    np.testing.assert_allclose(out.std(axis=1), 1)
+    np.testing.assert_allclose(reference.layer_norm(5 * x + 3, np.ones(50), 0.0), out)
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_rope_depends_on_distance_alone(interleaved: bool) -> None:
     frequencies = reference.rope_frequencies(8, 10_000.0)
@@ -195,6 +203,16 @@ def test_rope_frequencies() -> None:
     np.testing.assert_allclose(reference.rope_frequencies(4, 100.0), [1, 0.1])
     np.testing.assert_allclose(reference.rope_frequencies(4, 100.0, 8.0), [1 / 8, 0.1 / 8])
     np.testing.assert_allclose(reference.rope_frequencies(4, 100.0, 1.0, np.array([1, 4])), [1, 0.025])
+
+
+def test_yarn_stretches_slow_frequencies_only() -> None:
+    plain, factor, context = reference.rope_frequencies(64, 1e4), 8.0, 4096
+    ratio = reference.yarn_frequencies(64, 1e4, factor, context) / plain
+    turns = context * plain / (2 * math.pi)
+    np.testing.assert_allclose(ratio[turns > 34], 1)
+    np.testing.assert_allclose(ratio[turns < 0.7], 1 / factor)
+    assert ((turns[1:] > 34) | (turns[1:] < 0.7) | (np.diff(ratio) < 0)).all()
+    np.testing.assert_allclose(reference.yarn_frequencies(64, 1e4, 1.0, context), plain)
 
 
 def test_attention_to_equal_keys_is_a_mean() -> None:
@@ -225,7 +243,22 @@ def test_attention_scores_by_hand() -> None:
         np.testing.assert_allclose(reference.attention(q, k, v, 0.5, soft_cap=soft_cap), [[[expected]]])
 
 
+def test_a_sink_takes_part_of_the_weight_and_adds_nothing() -> None:
+    q, k, v = normal(5, 2, 4), normal(5, 2, 4, seed=1), normal(5, 2, 4, seed=2)
+    plain = reference.attention(q, k, v, 0.5)
+    np.testing.assert_allclose(reference.attention(q, k, v, 0.5, sinks=np.full(2, -1e3)), plain)
+    out = reference.attention(q, k, v, 0.5, sinks=np.array([0.7, -1e3]))
+    for t in range(5):
+        others = np.exp(0.5 * k[: t + 1, 0] @ q[t, 0]).sum()
+        np.testing.assert_allclose(out[t, 0], plain[t, 0] * others / (others + math.exp(0.7)))
+    np.testing.assert_allclose(out[:, 1], plain[:, 1])
+
+
 def test_activations_by_hand() -> None:
+    for gate, up in ((-3.0, 0.5), (0.0, 2.0), (2.0, -9.0), (11.0, 8.0)):
+        bounded, other = min(gate, 7), max(-7, min(7, up))
+        expected = bounded / (1 + math.exp(-1.702 * bounded)) * (other + 1)
+        assert reference.swiglu_oai(np.array(gate), np.array(up)) == pytest.approx(expected)
     for x in (-3.0, -0.5, 0.0, 0.7, 4.0):
         assert reference.silu(np.array(x)) == pytest.approx(x / (1 + math.exp(-x)))
         # The exact gelu, which the tanh form follows within 5e-4.
@@ -276,7 +309,7 @@ def test_forward_equals_another_implementation(name: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(logits[-1, :6], last, atol=2e-4)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", FAMILIES)
 def test_forward_is_causal_and_sees_the_past(arch: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_tiny_model(path, arch, sliding_window=8)
