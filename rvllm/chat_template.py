@@ -22,6 +22,7 @@ __all__ = ["ChatTemplate", "ChatTemplateError", "Message"]
 log = logging.getLogger(__name__)
 
 TEMPLATE_KEY = "tokenizer.chat_template"
+TOOLS_TEMPLATE_KEY = TEMPLATE_KEY + ".tool_use"
 PRIVATE_USE = range(0xF0000, 0xFFFFE)  # code points that no text is expected to hold
 MAX_DEPTH = 100  # levels of lists and dicts in messages and tools
 
@@ -34,32 +35,35 @@ class ChatTemplate:
 
     It runs in a sandbox and cannot change the messages. It sees messages, add_generation_prompt, bos_token,
     eos_token, tools and documents (None unless given) and every other keyword of render().
+    for_tools: the template of chats with tools, where the model has one of its own for them.
     """
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", for_tools: ChatTemplate | None = None
+    ) -> None:
         self.source = source
         self.bos_token = bos_token
         self.eos_token = eos_token
+        self.for_tools: ChatTemplate = for_tools or self
         self._template: Template | None = None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object], tokenizer: Tokenizer) -> ChatTemplate | None:
         """The model's own template; None, with a warning if there is something unusable, when it has none."""
-        source = metadata.get(TEMPLATE_KEY)
+        source, for_tools = (_read_source(metadata, key) for key in (TEMPLATE_KEY, TOOLS_TEMPLATE_KEY))
         if source is None:
             return None
-        if not isinstance(source, str) or not source.strip():
-            problem = "empty" if isinstance(source, str) else "not a string"
-            log.warning("%s: %s, ignored", TEMPLATE_KEY, problem)
-            return None
-        return cls.from_source(source, tokenizer)
+        special = None if for_tools is None else cls.from_source(for_tools, tokenizer)
+        return cls.from_source(source, tokenizer, special)
 
     @classmethod
-    def from_source(cls, source: str, tokenizer: Tokenizer) -> ChatTemplate:
+    def from_source(
+        cls, source: str, tokenizer: Tokenizer, for_tools: ChatTemplate | None = None
+    ) -> ChatTemplate:
         """A template with the tokenizer's BOS and EOS."""
         special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
         bos, eos = ("" if id is None else tokenizer.token_text(id) for id in special)
-        return cls(source, bos, eos)
+        return cls(source, bos, eos, for_tools)
 
     def compile(self) -> Template:
         """Raises ChatTemplateError with the line at fault."""
@@ -147,7 +151,11 @@ class ChatTemplate:
         """
         if not all(isinstance(message, Mapping) for message in messages):
             raise ChatTemplateError("messages: must be objects with a role and a content")
-        has_calls = any(message.get("tool_calls") for message in messages)
+        if kwargs.get("tools") and self.for_tools is not self:
+            return self.for_tools.encode_chat(
+                tokenizer, messages, add_generation_prompt, continue_final_message, **kwargs
+            )
+        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         if (kwargs.get("tools") or has_calls) and "tools" not in self.source:
             messages = tell_tools(messages, kwargs.pop("tools", None) or ())
             has_calls = False
@@ -201,6 +209,14 @@ class ChatTemplate:
         if tokenizer.add_bos_token and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+
+def _read_source(metadata: Mapping[str, object], key: str) -> str | None:
+    source = metadata.get(key)
+    if source is None or (isinstance(source, str) and source.strip()):
+        return source
+    log.warning("%s: %s, ignored", key, "empty" if isinstance(source, str) else "not a string")
+    return None
 
 
 def _strings(value: Any, depth: int = 0) -> Iterator[str]:

@@ -293,6 +293,23 @@ def test_template_of_a_file(caplog: pytest.LogCaptureFixture) -> None:
     assert template.render([]).strip() == "<|im_start|><|im_end|>"
 
 
+def test_a_template_of_its_own_for_tools(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {
+        "tokenizer.chat_template": CHATML,
+        "tokenizer.chat_template.tool_use": "{{ tools[0].name }}: " + CHATML,
+    }
+    template = ChatTemplate.from_gguf(bpe_metadata() | keys, TOKENIZER)
+    assert template is not None and template.for_tools is not template
+    plain = template.encode_chat(TOKENIZER, user("hi"))
+    assert template.encode_chat(TOKENIZER, user("hi"), tools=[{"name": "f"}]) == [*b"f: ", *plain]
+    for bad in ("", 3, ["x"]):
+        one = ChatTemplate.from_gguf(
+            bpe_metadata() | keys | {"tokenizer.chat_template.tool_use": bad}, TOKENIZER
+        )
+        assert one is not None and one.for_tools is one
+    assert len(caplog.records) == 3 and "tokenizer.chat_template.tool_use" in caplog.text
+
+
 def test_text_of_every_private_use_character() -> None:
     every = "".join(map(chr, range(0xF0000, 0xFFFFE)))
     options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}

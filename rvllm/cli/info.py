@@ -115,9 +115,10 @@ def _chat_template(gguf: GGUFFile) -> dict[str, Any] | None:
     except ValueError as error:
         return {"error": one_line(error)}
     reasoning = find_reasoning(template.source)
+    for_tools = template.for_tools.source
     return {
-        "tool_format": find_format(template.source).name,
-        "knows_tools": "tools" in template.source,
+        "tool_format": find_format(for_tools).name,
+        "knows_tools": "tools" in for_tools,
         "reasoning_format": None if reasoning is None else reasoning.name,
         "takes_system": template.takes_system,
         "sample": tokenizer.decode(ids, skip_special_tokens=False),

@@ -55,7 +55,10 @@ class TurnFormat:
         cls, model: ServedModel, prompt: ChatPrompt, prompt_token_ids: Sequence[int], parallel: bool | None
     ) -> TurnFormat:
         """Raises APIError for tools and a tool_choice that do not go together."""
-        source = "" if model.chat_template is None else model.chat_template.source
+        template = model.chat_template
+        if template is not None and prompt.tools and prompt.tool_choice != "none":
+            template = template.for_tools
+        source = "" if template is None else template.source
         reasoning = find_reasoning(source)
         thinks = reasoning is not None and reasoning.is_thinking_after(prompt_token_ids, model.tokenizer)
         choice = prompt.tool_choice
