@@ -54,7 +54,9 @@ HARMONY = ReasoningFormat(
 # The first row that a template has a sign of is its model's.
 FORMATS = (
     HARMONY,
-    ReasoningFormat("granite", "<think>", "</think>", ("<response>",), ("<response>", "</response>")),
+    ReasoningFormat(
+        "granite", "<think>", "</think>", ("<response></response>",), ("<response>", "</response>")
+    ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     ReasoningFormat("seed", "<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),
