@@ -185,7 +185,8 @@ FloatArray scale_logits(Backend& backend, const FloatArray& x, float scale, floa
   return a.numpy();
 }
 
-// Stores k, v [T, KVH * D] of all tokens, then attends with q [T, H * D]: one layer of one step.
+// Stores k, v [T', KVH * D], then attends with q [T, H * D]: one layer of two steps, the first of which has all tokens of
+// the contexts, the second those that attend.
 FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k, const FloatArray& v,
                      const IntArray& positions, const IntArray& slot_mapping, const IntArray& query_start_loc,
                      const IntArray& context_lens, const IntArray& block_tables, int num_blocks, int block_size,
@@ -194,16 +195,20 @@ FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k,
   const int head_dim = int(q.shape(1)) / num_heads;
   const auto cache = backend.alloc_kv_cache({1, num_blocks, block_size, num_kv_heads, head_dim, kv_type});
   const DeviceMatrix keys(backend, k), values(backend, v), queries(backend, q), out(backend, q.shape(0), q.shape(1));
-  Batch batch;
+  Batch stored;
+  stored.num_tokens = int(k.shape(0));
+  stored.groups = {{int(block_tables.shape(1)), slot_mapping.data(), block_tables.data()}};
+  Batch batch = stored;
   batch.num_tokens = int(q.shape(0));
   batch.num_requests = int(context_lens.size());
   batch.positions = positions.data();
   batch.query_start_loc = query_start_loc.data();
   batch.context_lens = context_lens.data();
-  batch.groups = {{int(block_tables.shape(1)), slot_mapping.data(), block_tables.data()}};
   const auto sink_weight = sinks ? vector_weight(backend, *sinks) : nullptr;
-  backend.begin_step(batch);
+  backend.begin_step(stored);
   backend.store_kv(*cache, 0, keys.tensor, values.tensor);
+  backend.end_step();
+  backend.begin_step(batch);
   backend.paged_attention(out.tensor, queries.tensor, *cache, 0,
                           {num_heads, num_kv_heads, head_dim, window, scale, soft_cap, sink_weight.get()});
   backend.end_step();
