@@ -1,0 +1,26 @@
+// The Python module rvllm._cuda: one function that gives a Backend, the class of rvllm._core.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cuda/cuda_backend.h"
+
+namespace py = pybind11;
+
+PYBIND11_MODULE(_cuda, m) {
+  using namespace rvllm;
+  m.doc() = "rvllm on NVIDIA GPUs";
+  py::module_::import("rvllm._core");  // has the class Backend
+
+  py::class_<CudaBackend, Backend, std::shared_ptr<CudaBackend>>(m, "CudaBackend")
+      .def_property_readonly("memory_info", &CudaBackend::memory_info, "(bytes of device memory free, bytes in all)")
+      .def_property_readonly("num_replayed", &CudaBackend::num_replayed, "Steps that were replayed as graphs.");
+
+  m.def("make_backend",
+        [](int num_threads, const std::vector<std::string>& cublas, int device, bool f16_prefill, bool graphs) {
+          return std::make_shared<CudaBackend>(CudaOptions{device, num_threads, f16_prefill, graphs, cublas});
+        },
+        py::arg("num_threads"), py::arg("cublas") = std::vector<std::string>(), py::arg("device") = 0,
+        py::arg("f16_prefill") = false, py::arg("graphs") = true,
+        "The backend of one GPU. num_threads: of the host. cublas: where to look for cuBLAS. Raises RuntimeError saying "
+        "what is missing.");
+}

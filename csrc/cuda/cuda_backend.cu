@@ -1,0 +1,456 @@
+#include "cuda/cuda_backend.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "check.h"
+#include "clock.h"
+#include "cuda/cuda_weights.h"
+
+namespace rvllm {
+namespace {
+
+enum Op : int {
+  kEmbedding, kNorm, kLinear, kRope, kStoreKv, kAttention, kRoute, kCombine, kAdd, kAddGated, kGatherRows, kScaleLogits
+};
+
+Signature signature(Op op, Tensor a, Tensor b = {}) {
+  return Signature(int(op), a.data, a.rows, a.cols, a.stride, b.data, b.rows, b.cols, b.stride);
+}
+
+template <class... Values>
+Signature with(Signature s, const Values&... values) {
+  (s.add(values), ...);
+  return s;
+}
+
+int power_of_two(int at_least) {
+  int n = 1;
+  while (n < at_least) n *= 2;
+  return n;
+}
+
+}  // namespace
+
+CudaBackend::CudaBackend(const CudaOptions& options) : options_(options), pool_(options.num_threads) {
+  require_device(options.device);
+  check_cuda(cudaDeviceGetAttribute(&num_processors_, cudaDevAttrMultiProcessorCount, options.device),
+             "asking for the number of processors");
+  check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+  graphs_ = std::make_unique<StepGraphs>(stream_, options.graphs);
+  staging_ = std::make_unique<Staging>(stream_);
+}
+
+CudaBackend::~CudaBackend() {
+  graphs_.reset();
+  blas_.reset();
+  if (stream_) {
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+}
+
+std::pair<size_t, size_t> CudaBackend::memory_info() const {
+  size_t free = 0, total = 0;
+  check_cuda(cudaMemGetInfo(&free, &total), "asking for free memory");
+  return {free, total};
+}
+
+std::shared_ptr<float> CudaBackend::alloc(int64_t count) {
+  return std::static_pointer_cast<float>(device_memory(size_t(std::max<int64_t>(count, 1)) * sizeof(float), "activations"));
+}
+
+void CudaBackend::upload(float* dst, const float* src, int64_t count) {
+  graphs_->flush();
+  const size_t bytes = size_t(count) * sizeof(float);
+  void* const pinned = staging_->take(bytes);
+  std::memcpy(pinned, src, bytes);
+  check_cuda(cudaMemcpyAsync(dst, pinned, bytes, cudaMemcpyHostToDevice, stream_), "copying to the device");
+}
+
+void CudaBackend::synchronize() {
+  graphs_->flush();
+  check_cuda(cudaStreamSynchronize(stream_), "waiting for the device");
+  staging_->synchronized();
+}
+
+float* CudaBackend::download(Tensor x) {
+  const size_t bytes = size_t(x.rows * x.cols) * sizeof(float), pitch = size_t(x.stride) * sizeof(float);
+  if (download_bytes_ < bytes) {
+    void* p = nullptr;
+    download_memory_.reset();
+    check_cuda(cudaMallocHost(&p, bytes), "allocating pinned memory");
+    download_memory_ = std::shared_ptr<void>(p, [](void* q) { cudaFreeHost(q); });
+    download_bytes_ = bytes;
+  }
+  graphs_->flush();
+  if (bytes > 0)
+    check_cuda(cudaMemcpy2DAsync(download_memory_.get(), size_t(x.cols) * sizeof(float), x.data, pitch,
+                                 size_t(x.cols) * sizeof(float), size_t(x.rows), cudaMemcpyDeviceToHost, stream_),
+               "copying from the device");
+  synchronize();
+  return static_cast<float*>(download_memory_.get());
+}
+
+std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts, const std::vector<HostTensor>& biases) {
+  return load_cuda_weight(pool_, 1, parts, biases);
+}
+
+std::unique_ptr<Weight> CudaBackend::load_experts(int num_experts, const std::vector<HostTensor>& parts,
+                                                  const std::vector<HostTensor>& biases) {
+  return load_cuda_weight(pool_, num_experts, parts, biases);
+}
+
+std::unique_ptr<Weight> CudaBackend::load_vector(const HostTensor& tensor) { return load_cuda_vector(tensor); }
+
+size_t CudaBackend::kv_cache_bytes(const KVCacheSpec& spec) const {
+  return size_t(KVLayout(spec).layer_bytes()) * size_t(spec.num_layers);
+}
+
+std::unique_ptr<KVCache> CudaBackend::alloc_kv_cache(const KVCacheSpec& spec) {
+  check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, CUDA has at most ", kMaxHeadDim);
+  auto cache = std::make_unique<CudaKVCache>();
+  cache->layout = KVLayout(spec);
+  cache->memory = device_memory(kv_cache_bytes(spec), "the KV cache");
+  cache->layout.data = static_cast<uint8_t*>(cache->memory.get());
+  return cache;
+}
+
+void CudaBackend::reserve(Scratch& scratch, int64_t bytes, const char* what) {
+  if (scratch.bytes >= size_t(bytes)) return;
+  // What has been noted finds the new memory when it runs; graphs would not.
+  graphs_->forget();
+  scratch.memory.reset();
+  scratch.memory = device_memory(size_t(bytes), what);
+  scratch.bytes = size_t(bytes);
+}
+
+// All arrays go up in one copy, to places that depend on the shape of the batch alone.
+void CudaBackend::begin_step(const Batch& batch) {
+  batch_ = &batch;
+  std::vector<int> host;
+  const auto put = [&](const int* values, int64_t count) {
+    const size_t at = (host.size() + 3) / 4 * 4;
+    host.resize(at + size_t(count));
+    if (count > 0 && values) std::memcpy(host.data() + at, values, size_t(count) * sizeof(int));
+    return at;
+  };
+  const int64_t tokens = batch.num_tokens, requests = batch.num_requests;
+  const size_t ids = put(batch.input_ids, tokens), positions = put(batch.positions, tokens);
+  const size_t indices = put(batch.logits_indices, batch.num_logits);
+  step_.groups.clear();
+  step_.units.clear();
+  std::vector<size_t> at;
+  const auto put_group = [&](const int* slots, const int* tables, int max_blocks) {
+    const int width = power_of_two(std::max(max_blocks, 1));
+    at.push_back(put(slots, tokens));
+    at.push_back(put(nullptr, requests * width));
+    for (int64_t r = 0; r < requests && max_blocks > 0; ++r)
+      std::memcpy(host.data() + at.back() + r * width, tables + r * max_blocks, size_t(max_blocks) * sizeof(int));
+    step_.groups.push_back({nullptr, nullptr, width});
+  };
+  for (const BlockTables& g : batch.groups) put_group(g.slot_mapping, g.block_tables, g.max_blocks);
+  max_partitions_ = 1;
+  for (int64_t r = 0; r < requests; ++r)
+    max_partitions_ = std::max<int64_t>(max_partitions_, (batch.context_lens[r] + kPartition - 1) / kPartition);
+  const bool decodes = tokens == requests;  // each request has one token
+  for (int size = 1; requests > 0 && size <= (decodes ? 1 : kMaxQueryRows); size *= 2) {
+    std::vector<AttentionUnit> units;
+    for (int r = 0; r < batch.num_requests; ++r)
+      for (int t = batch.query_start_loc[r]; t < batch.query_start_loc[r + 1]; t += size)
+        units.push_back({t, std::min(size, batch.query_start_loc[r + 1] - t), r, 0});
+    at.push_back(put(reinterpret_cast<const int*>(units.data()), int64_t(units.size()) * 4));
+    step_.units.push_back({size, int(units.size()), nullptr});
+  }
+
+  const size_t bytes = host.size() * sizeof(int);
+  reserve(batch_memory_, int64_t(power_of_two(int(std::max<size_t>(bytes, 4096)))), "the arrays of a step");
+  if (bytes > 0) {
+    void* const pinned = staging_->take(bytes);
+    std::memcpy(pinned, host.data(), bytes);
+    check_cuda(cudaMemcpyAsync(batch_memory_.as(), pinned, bytes, cudaMemcpyHostToDevice, stream_), "copying a batch");
+  }
+  const int* const base = batch_memory_.as<const int>();
+  step_.input_ids = base + ids;
+  step_.positions = base + positions;
+  step_.logits_indices = base + indices;
+  size_t next = 0;
+  for (Tables& t : step_.groups) {
+    t.slot_mapping = base + at[next++];
+    t.block_tables = base + at[next++];
+  }
+  for (StepArrays::Units& u : step_.units) u.data = reinterpret_cast<const AttentionUnit*>(base + at[next++]);
+  graphs_->begin();
+}
+
+void CudaBackend::embedding(Tensor out, const Weight& table, float scale) {
+  const DeviceMatrix* const part = &static_cast<const CudaWeight&>(table).parts.front();
+  const int* const ids = step_.input_ids;
+  enqueue(with(signature(kEmbedding, out), part->data, ids, scale),
+          [=] { rvllm::embedding(out, *part, ids, scale, stream_); });
+}
+
+NormRow CudaBackend::norm_row(Tensor x, const Norm& norm) const {
+  const auto* const bias = static_cast<const CudaVector*>(norm.bias);
+  return {x.data, x.stride, static_cast<const CudaVector*>(norm.weight)->values(), bias ? bias->values() : nullptr,
+          norm.eps, norm.kind == NormKind::kLayer, 0.0f, 0.0f};
+}
+
+void CudaBackend::norm(Tensor out, Tensor x, const Norm& norm) {
+  const NormRow row = norm_row(x, norm);
+  const int n = int(norm.weight->cols);
+  const bool by_head = norm.weight->rows > 1;
+  enqueue(with(signature(kNorm, out, x), row.weight, row.bias, row.eps, row.is_layer_norm, n),
+          [=] { rvllm::norm(out, x, row, n, by_head, stream_); });
+}
+
+void CudaBackend::linear(Tensor out, Tensor x, const Weight& weight) {
+  Rows rows;
+  rows.x = x;
+  rows.count = x.rows;
+  rows.cols = x.cols;
+  multiply(out, rows, weight);
+}
+
+void CudaBackend::norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) {
+  Rows rows;
+  rows.kind = Rows::kNorm;
+  rows.x = x;
+  rows.norm = norm;
+  rows.count = x.rows;
+  rows.cols = x.cols;
+  multiply(out, rows, weight);
+}
+
+void CudaBackend::activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) {
+  Rows rows;
+  rows.kind = Rows::kActivated;
+  rows.x = x;
+  rows.activation = activation;
+  rows.count = x.rows;
+  rows.cols = is_gated(activation) ? x.cols / 2 : x.cols;
+  multiply(out, rows, weight);
+}
+
+bool CudaBackend::uses_blas(const DeviceMatrix& w, const Rows& rows) const {
+  if (rows.experts || rows.count <= kMatvecTokens) return false;
+  return w.format >= 0 ? options_.f16_prefill : w.type != GgmlType::F32;
+}
+
+Blas& CudaBackend::blas() {
+  if (!blas_) blas_ = std::make_unique<Blas>(stream_, options_.cublas);
+  return *blas_;
+}
+
+// Reserves memory now, multiplies when the work's turn comes.
+void CudaBackend::multiply(Tensor out, const Rows& rows, const Weight& weight) {
+  const auto& w = static_cast<const CudaWeight&>(weight);
+  const int64_t places = rows.experts ? 8 * int64_t(rows.experts->num_tiles) : rows.count;
+  if (w.has_quantized) reserve(quantized_, QuantizedRows::bytes(places, rows.cols), "quantized activations");
+  if (rows.kind != Rows::kPlain) reserve(hidden_, rows.count * rows.cols * int64_t(sizeof(float)), "activations");
+  for (const DeviceMatrix& m : w.parts) {
+    if (!uses_blas(m, rows)) continue;
+    blas();
+    reserve(blas_input_, rows.count * rows.cols * 2, "activations for cuBLAS");
+    if (m.format >= 0) reserve(blas_weight_, m.rows * m.cols * 2, "dequantized weights");
+  }
+  const Weight* const device_weight = &weight;
+  const void* const norm_weight = rows.norm.weight;
+  enqueue(with(signature(kLinear, out, rows.x), device_weight, norm_weight, int(rows.kind), int(rows.activation),
+               rows.norm.eps, rows.per_source, rows.experts ? rows.experts->num_choices : 0),
+          [=] { multiply_now(out, rows, *device_weight); });
+}
+
+void CudaBackend::multiply_now(Tensor out, const Rows& rows, const Weight& weight) {
+  const auto& w = static_cast<const CudaWeight&>(weight);
+  const ExpertRows experts = rows.experts ? *rows.experts : ExpertRows{};
+  const int64_t places = rows.experts ? 8 * int64_t(experts.num_tiles) : rows.count;
+  const int k = int(rows.cols), count = int(rows.count);
+  bool needs_int8 = false, needs_floats = false;
+  for (const DeviceMatrix& m : w.parts) (m.format >= 0 && !uses_blas(m, rows) ? needs_int8 : needs_floats) = true;
+
+  const QuantizedRows int8 = QuantizedRows::at(quantized_.as(), places, k);
+  Tensor floats = rows.x;
+  if (rows.kind != Rows::kPlain) floats = Tensor(hidden_.as<float>(), count, k);
+  if (rows.kind == Rows::kNorm) {
+    const NormRow row = norm_row(rows.x, rows.norm);
+    if (needs_int8) quantize_norm(row, int8, count, k, stream_);
+    if (needs_floats) rvllm::norm(floats, rows.x, row, k, false, stream_);
+  } else if (rows.kind == Rows::kActivated) {
+    if (needs_int8) quantize_activated(rows.x, rows.activation, int8, k, experts.places, stream_);
+    if (needs_floats) activate(floats, rows.x, rows.activation, stream_);
+  } else if (needs_int8) {
+    quantize(rows.x, count, rows.per_source, int8, experts.places, stream_);
+  }
+
+  int64_t bias_at = 0;
+  for (const DeviceMatrix& m : w.parts) {
+    const float* const bias = w.bias() ? w.bias() + bias_at : nullptr;
+    bias_at += m.rows * w.num_experts;
+    const Tensor columns = out.columns(m.first_row, m.rows);
+    if (uses_blas(m, rows))
+      multiply_by_blas(columns, floats, m, bias);
+    else if (m.format >= 0)
+      quantized_linear(m, int8, count, experts, bias, columns.data, out.stride, num_processors_, stream_);
+    else
+      matvec(columns, floats, m, bias, experts, rows.per_source, stream_);
+  }
+}
+
+void CudaBackend::multiply_by_blas(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias) {
+  const GgmlType type = w.format >= 0 ? GgmlType::F16 : w.type;
+  const void* weight = w.data;
+  if (w.format >= 0) {
+    dequantize(blas_weight_.as(), w, stream_);
+    weight = blas_weight_.as();
+  }
+  convert(blas_input_.as(), x, type, stream_);
+  blas().matmul(out.data, out.stride, blas_input_.as(), weight, type == GgmlType::F16 ? BlasType::kF16 : BlasType::kBF16,
+                out.rows, out.cols, x.cols);
+  if (bias) add_bias(out, bias, stream_);
+}
+
+void CudaBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
+  enqueue(with(signature(kRope, x, cos_sin), head_dim, interleaved),
+          [=] { rvllm::rope(x, head_dim, cos_sin, interleaved, stream_); });
+}
+
+void CudaBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
+  const auto& kv = static_cast<const CudaKVCache&>(cache);
+  const KVLayout layout = kv.layer(layer);
+  const int* const slots = step_.groups[size_t(cache.group)].slot_mapping;
+  enqueue(with(signature(kStoreKv, k, v), layout.data, slots), [=] { rvllm::store_kv(layout, k, v, slots, stream_); });
+}
+
+void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) {
+  const auto& kv = static_cast<const CudaKVCache&>(cache);
+  const Tables& tables = step_.groups[size_t(cache.group)];
+  AttentionArgs args{};
+  args.cache = kv.layer(layer);
+  args.q = q.data;
+  args.q_stride = q.stride;
+  args.out = out.data;
+  args.out_stride = out.stride;
+  args.positions = step_.positions;
+  args.block_tables = tables.block_tables;
+  args.max_blocks = tables.max_blocks;
+  args.num_heads = params.num_heads;
+  args.group = params.num_heads / params.num_kv_heads;
+  args.heads_a_unit = std::min(args.group, kMaxQueryRows);
+  args.window = params.window;
+  args.scale = params.scale;
+  args.soft_cap = params.soft_cap;
+  args.sinks = params.sinks ? static_cast<const CudaVector*>(params.sinks)->values() : nullptr;
+  const StepArrays::Units* units = &step_.units.front();
+  for (const StepArrays::Units& u : step_.units)
+    if (u.tokens * args.heads_a_unit <= kMaxQueryRows) units = &u;
+  args.units = units->data;
+  const int num_units = units->count, rows = units->tokens * args.heads_a_unit, tokens = int(q.rows);
+  // With few units, every partition gets a block of its own, and the results are merged.
+  int64_t partitions = max_partitions_;
+  if (params.window > 0) partitions = std::min<int64_t>(partitions, (params.window + kPartition - 2) / kPartition + 1);
+  const int blocks = num_units * params.num_kv_heads * ((args.group + args.heads_a_unit - 1) / args.heads_a_unit);
+  const bool splits = partitions > 1 && blocks < 4 * num_processors_;
+  if (splits) {
+    args.num_parts = power_of_two(int(partitions) + (units->tokens > 1 ? 1 : 0));
+    reserve(partitions_, int64_t(tokens) * params.num_heads * args.num_parts * (2 + params.head_dim) * int64_t(sizeof(float)),
+            "partitions of attention");
+  }
+  enqueue(with(signature(kAttention, out, q), args.cache.data, args.units, num_units, rows, args.num_parts, args.window,
+               args.block_tables, args.scale, args.soft_cap, args.sinks),
+          [=] {
+            AttentionArgs now = args;
+            now.parts = splits ? partitions_.as<float>() : nullptr;
+            attention(now, num_units, rows, tokens, stream_);
+          });
+}
+
+void CudaBackend::route(Tensor logits, const RouterParams& params) {
+  ExpertRows& e = experts_;
+  e.num_used = params.num_used;
+  e.num_choices = int(logits.rows) * params.num_used;
+  e.num_tiles = (e.num_choices + 7 * std::min(e.num_choices, int(logits.cols)) + 7) / 8;
+  const int64_t words = 3 * int64_t(e.num_choices) + 9 * int64_t(e.num_tiles);
+  reserve(expert_memory_, words * 4, "choices of experts");
+  e.experts = expert_memory_.as<int>();
+  e.weights = reinterpret_cast<float*>(e.experts + e.num_choices);
+  e.places = e.experts + 2 * e.num_choices;
+  e.choices = e.places + e.num_choices;
+  e.tile_expert = e.choices + 8 * e.num_tiles;
+  const ExpertRows rows = e;
+  enqueue(with(signature(kRoute, logits), e.experts, params.num_used, params.normalized),
+          [=] { rvllm::route(logits, params, rows, stream_); });
+}
+
+void CudaBackend::expert_linear(Tensor out, Tensor x, const Weight& experts) {
+  Rows rows;
+  rows.x = x;
+  rows.count = out.rows;
+  rows.cols = x.cols;
+  rows.experts = &experts_;
+  rows.per_source = experts_.num_used;
+  multiply(out, rows, experts);
+}
+
+void CudaBackend::activated_expert_linear(Tensor out, Tensor x, Activation activation, const Weight& experts) {
+  Rows rows;
+  rows.kind = Rows::kActivated;
+  rows.x = x;
+  rows.activation = activation;
+  rows.count = x.rows;
+  rows.cols = is_gated(activation) ? x.cols / 2 : x.cols;
+  rows.experts = &experts_;
+  multiply(out, rows, experts);
+}
+
+void CudaBackend::combine(Tensor out, Tensor y) {
+  const ExpertRows rows = experts_;
+  enqueue(with(signature(kCombine, out, y), rows.weights, rows.num_used),
+          [=] { rvllm::combine(out, y, rows, stream_); });
+}
+
+void CudaBackend::add(Tensor x, Tensor y, float scale) {
+  enqueue(with(signature(kAdd, x, y), scale), [=] { rvllm::add(x, y, scale, stream_); });
+}
+
+void CudaBackend::add_gated(Tensor x, Tensor y, Tensor gate) {
+  enqueue(with(signature(kAddGated, x, y), gate.data, gate.stride),
+          [=] { rvllm::add_gated(x, y, gate, stream_); });
+}
+
+void CudaBackend::gather_rows(Tensor out, Tensor x) {
+  const int* const rows = step_.logits_indices;
+  enqueue(with(signature(kGatherRows, out, x), rows), [=] { rvllm::gather_rows(out, x, rows, stream_); });
+}
+
+void CudaBackend::scale_logits(Tensor x, float scale, float soft_cap) {
+  enqueue(with(signature(kScaleLogits, x), scale, soft_cap), [=] { rvllm::scale_logits(x, scale, soft_cap, stream_); });
+}
+
+// A copy of memory, which is read and written, and products of a size that every processor has several tiles of.
+Ceilings CudaBackend::measure_ceilings() {
+  constexpr int kTimes = 8;
+  const auto seconds = [&](const auto& work) {
+    work();
+    check_cuda(cudaStreamSynchronize(stream_), "warming up");
+    const int64_t start = now_ns();
+    for (int i = 0; i < kTimes; ++i) work();
+    check_cuda(cudaStreamSynchronize(stream_), "measuring");
+    return 1e-9 * double(now_ns() - start) / kTimes;
+  };
+  const int64_t bytes = int64_t(num_processors_) << 21, size = int64_t(num_processors_) * kTileRows, k = 1024;
+  const auto from = device_memory(size_t(bytes), "measuring"), to = device_memory(size_t(bytes), "measuring");
+  const double copy = seconds([&] {
+    check_cuda(cudaMemcpyAsync(to.get(), from.get(), size_t(bytes), cudaMemcpyDeviceToDevice, stream_), "copying");
+  });
+  const std::vector<float> zeros(size_t(size * k));
+  const auto x = alloc(size * k), out = alloc(size * size);
+  upload(x.get(), zeros.data(), size * k);
+  const std::vector<uint8_t> blocks(size_t(size * k / 32) * sizeof(BlockQ4_0));
+  const auto weight = load_cuda_weight(
+      pool_, 1, {{"ceiling", uint32_t(GgmlType::Q4_0), size, k, blocks.data(), blocks.size()}}, {});
+  const double product = seconds([&] { linear(Tensor(out.get(), size, size), Tensor(x.get(), size, k), *weight); });
+  return {2.0 * double(bytes) / copy, double(size) * double(size) * double(k) / product};
+}
+
+}  // namespace rvllm

@@ -1,0 +1,142 @@
+// An NVIDIA GPU as a device: packed weights, one stream, and steps that are replayed as graphs.
+//
+// Numbers: products by quantized weights, norms, RoPE, activations and attention are computed in the CPU's order, so that
+// they have the CPU's bits, in any company. Products by float weights (F32, F16, BF16) have an order of their own: the
+// same for any number of tokens up to kMatvecTokens, and cuBLAS's beyond, except for F32. With Options::f16_prefill steps
+// of more than kMatvecTokens tokens use cuBLAS for quantized weights, too.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend.h"
+#include "cuda/attention.h"
+#include "cuda/blas.h"
+#include "cuda/device_buffer.h"
+#include "cuda/quantized_linear.h"
+#include "cuda/rows.h"
+#include "cuda/step_graphs.h"
+
+namespace rvllm {
+
+struct CudaOptions {
+  int device = 0;
+  int num_threads = 1;               // of the host: packing weights, sampling
+  bool f16_prefill = false;
+  bool graphs = true;
+  std::vector<std::string> cublas;   // where to look for it
+};
+
+class CudaBackend final : public Backend {
+ public:
+  // Throws runtime_error saying what is missing when there is no device that CUDA can use.
+  explicit CudaBackend(const CudaOptions& options);
+  ~CudaBackend() override;
+
+  static constexpr int kMatvecTokens = 16;
+
+  std::string name() const override { return "cuda"; }
+  std::pair<size_t, size_t> memory_info() const;  // bytes free, and in all
+  int num_replayed() const { return graphs_->num_replayed(); }
+  ThreadPool& pool() override { return pool_; }
+  Ceilings measure_ceilings() override;
+
+  std::shared_ptr<float> alloc(int64_t count) override;
+  void upload(float* dst, const float* src, int64_t count) override;
+  void synchronize() override;
+  float* download(Tensor x) override;
+
+  std::unique_ptr<Weight> load_weight(const std::vector<HostTensor>& parts,
+                                      const std::vector<HostTensor>& biases) override;
+  std::unique_ptr<Weight> load_experts(int num_experts, const std::vector<HostTensor>& parts,
+                                       const std::vector<HostTensor>& biases) override;
+  std::unique_ptr<Weight> load_vector(const HostTensor& tensor) override;
+  std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) override;
+  size_t kv_cache_bytes(const KVCacheSpec& spec) const override;
+
+  void begin_step(const Batch& batch) override;
+  void end_step() override { graphs_->end(); }
+
+  void embedding(Tensor out, const Weight& table, float scale) override;
+  void norm(Tensor out, Tensor x, const Norm& norm) override;
+  void linear(Tensor out, Tensor x, const Weight& weight) override;
+  void norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) override;
+  void activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) override;
+  void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) override;
+  void store_kv(KVCache& cache, int layer, Tensor k, Tensor v) override;
+  void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) override;
+  void route(Tensor logits, const RouterParams& params) override;
+  void expert_linear(Tensor out, Tensor x, const Weight& experts) override;
+  void activated_expert_linear(Tensor out, Tensor x, Activation activation, const Weight& experts) override;
+  void combine(Tensor out, Tensor y) override;
+  void add(Tensor x, Tensor y, float scale) override;
+  void add_gated(Tensor x, Tensor y, Tensor gate) override;
+  void gather_rows(Tensor out, Tensor x) override;
+  void scale_logits(Tensor x, float scale, float soft_cap) override;
+
+ private:
+  // Memory that operations share, each for its own duration.
+  struct Scratch {
+    std::shared_ptr<void> memory;
+    size_t bytes = 0;
+    template <class T = void>
+    T* as() const { return static_cast<T*>(memory.get()); }
+  };
+  // A step's arrays on the device.
+  struct Tables {
+    const int* slot_mapping;
+    const int* block_tables;
+    int max_blocks;
+  };
+  struct StepArrays {
+    const int *input_ids, *positions, *logits_indices;
+    std::vector<Tables> groups;
+    struct Units {
+      int tokens;  // of a unit, at most
+      int count;
+      const AttentionUnit* data;
+    };
+    std::vector<Units> units;  // by tokens of a unit, ascending
+  };
+  // Where the rows of a product come from.
+  struct Rows {
+    enum Kind { kPlain, kNorm, kActivated } kind = kPlain;
+    Tensor x;
+    Norm norm;
+    Activation activation = Activation::kSiluGated;
+    int64_t count = 0, cols = 0;
+    const ExpertRows* experts = nullptr;
+    int per_source = 1;
+  };
+
+  std::unique_ptr<Weight> load(int num_experts, const std::vector<HostTensor>& parts, const std::vector<HostTensor>& biases);
+  void reserve(Scratch& scratch, int64_t bytes, const char* what);
+  template <class... Values, class F>
+  void enqueue(const Signature& signature, F work) {
+    graphs_->add(signature.value(), work);
+  }
+  NormRow norm_row(Tensor x, const Norm& norm) const;
+  void multiply(Tensor out, const Rows& rows, const Weight& weight);
+  void multiply_now(Tensor out, const Rows& rows, const Weight& weight);
+  void multiply_by_blas(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias);
+  bool uses_blas(const DeviceMatrix& w, const Rows& rows) const;
+  Blas& blas();
+
+  CudaOptions options_;
+  ThreadPool pool_;
+  int num_processors_ = 1;
+  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<StepGraphs> graphs_;
+  std::unique_ptr<Staging> staging_;
+  std::unique_ptr<Blas> blas_;
+  Scratch batch_memory_, quantized_, hidden_, partitions_, blas_weight_, blas_input_, expert_memory_;
+  std::shared_ptr<void> download_memory_;
+  size_t download_bytes_ = 0;
+  StepArrays step_;
+  int64_t max_partitions_ = 0;  // of a request's context
+  const Batch* batch_ = nullptr;
+  ExpertRows experts_;
+};
+
+}  // namespace rvllm

@@ -1,0 +1,151 @@
+#include "cuda/cuda_weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "check.h"
+#include "cuda/device_buffer.h"
+#include "cuda/packed_weights.h"
+
+namespace rvllm {
+namespace {
+
+constexpr int64_t kPieceBytes = 32 << 20;  // of weights packed at a time
+constexpr int64_t kAlignment = 256;
+
+const TypeInfo& checked_type(const HostTensor& t) {
+  const TypeInfo* type = find_type(t.type);
+  check(type != nullptr, t.name, ": ggml type ", t.type, " has no CUDA kernel");
+  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
+        " blocks of ", type->block_size);
+  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
+        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
+  return *type;
+}
+
+std::vector<float> to_floats(const HostTensor& t) {
+  const TypeInfo& type = checked_type(t);
+  std::vector<float> values(size_t(t.rows * t.cols));
+  dequantize_row(type, t.data, values.data(), t.rows * t.cols);
+  if (t.consumed) t.consumed(t.bytes);
+  return values;
+}
+
+std::shared_ptr<void> to_device(const std::vector<float>& values, const char* what) {
+  auto memory = device_memory(values.size() * sizeof(float), what);
+  check_cuda(cudaMemcpy(memory.get(), values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice), what);
+  return memory;
+}
+
+// Where a tensor goes: rows [first_row, ...) of parts[part], from `offset` on.
+struct Place {
+  int64_t offset, tiles;  // tiles: of one expert
+};
+
+// One tensor to its place, piece by piece, so that a large one is not in memory twice.
+void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMatrix& matrix, const Place& place,
+          uint8_t* data) {
+  const TypeInfo& type = *find_type(t.type);
+  const size_t row_bytes = t.bytes / size_t(t.rows);
+  const int64_t rows = t.rows / num_experts;  // of an expert
+  if (matrix.format < 0) {
+    for (int64_t done = 0; done < int64_t(t.bytes); done += kPieceBytes) {
+      const size_t count = std::min(size_t(kPieceBytes), t.bytes - size_t(done));
+      check_cuda(cudaMemcpy(data + place.offset + done, t.data + done, count, cudaMemcpyHostToDevice), "copying weights");
+      if (t.consumed) t.consumed(size_t(done) + count);
+    }
+    return;
+  }
+  const int64_t piece = std::max<int64_t>(1, kPieceBytes / matrix.tile_bytes), tiles = place.tiles * num_experts;
+  std::vector<uint8_t> packed(size_t(std::min(piece, tiles) * matrix.tile_bytes));
+  for (int64_t first = 0; first < tiles; first += piece) {
+    const int64_t count = std::min(piece, tiles - first);
+    pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t expert = (first + i) / place.tiles, tile = (first + i) % place.tiles;
+        pack_tile(type, t.data + size_t(expert * rows) * row_bytes, rows, t.cols, tile, packed.data() + i * matrix.tile_bytes);
+      }
+    });
+    check_cuda(cudaMemcpy(data + place.offset + first * matrix.tile_bytes, packed.data(),
+                          size_t(count * matrix.tile_bytes), cudaMemcpyHostToDevice),
+               "copying weights");
+    const int64_t last = first + count, done = last / place.tiles * rows + std::min(rows, last % place.tiles * kTileRows);
+    if (t.consumed) t.consumed(size_t(done) * row_bytes);
+  }
+}
+
+DeviceMatrix matrix_of(const HostTensor& t, int num_experts) {
+  const TypeInfo& type = checked_type(t);
+  DeviceMatrix m;
+  m.type = type.type;
+  m.cols = t.cols;
+  m.rows = t.rows / num_experts;
+  if (type.decode) {
+    m.format = format_number(type);
+    m.tile_bytes = packed_tile_bytes(m.format, t.cols);
+  }
+  if (type.codebook) {
+    std::memcpy(&m.codebook, type.codebook->values, 16);
+    m.unit = type.format.scales >= Scales::kSuperD ? type.codebook->unit : 1.0f;
+  }
+  return m;
+}
+
+}  // namespace
+
+std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, const std::vector<HostTensor>& tensors,
+                                             const std::vector<HostTensor>& biases) {
+  auto weight = std::make_unique<CudaWeight>();
+  weight->num_experts = num_experts;
+  weight->cols = tensors.front().cols;
+  std::vector<Place> places;
+  std::vector<size_t> part_of;
+  int64_t bytes = 0;
+  for (const HostTensor& t : tensors) {
+    check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not the same number for each of ", num_experts,
+          " experts");
+    DeviceMatrix m = matrix_of(t, num_experts);
+    m.first_row = weight->rows;
+    const int64_t tiles = (m.rows + kTileRows - 1) / kTileRows;
+    const int64_t size = m.format < 0 ? int64_t(t.bytes) : num_experts * tiles * m.tile_bytes;
+    m.expert_bytes = size / num_experts;
+    DeviceMatrix* const last = weight->parts.empty() ? nullptr : &weight->parts.back();
+    // Matrices of one kind become one, where their rows meet at the end of a tile.
+    if (last && num_experts == 1 && last->type == m.type && (m.format < 0 || last->rows % kTileRows == 0)) {
+      last->rows += m.rows;
+    } else {
+      bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+      m.data = reinterpret_cast<const uint8_t*>(bytes);  // an offset, as yet
+      weight->parts.push_back(m);
+    }
+    part_of.push_back(weight->parts.size() - 1);
+    places.push_back({bytes, tiles});
+    bytes += size;
+    weight->rows += t.rows / num_experts;
+    (m.format < 0 ? weight->has_float : weight->has_quantized) = true;
+  }
+  weight->bytes = bytes;
+  weight->memory = device_memory(size_t(bytes), tensors.front().name.c_str());
+  uint8_t* const data = static_cast<uint8_t*>(weight->memory.get());
+  for (DeviceMatrix& m : weight->parts) m.data = data + reinterpret_cast<intptr_t>(m.data);
+  for (size_t i = 0; i < tensors.size(); ++i)
+    copy(pool, tensors[i], num_experts, weight->parts[part_of[i]], places[i], data);
+
+  std::vector<float> bias;  // [parts][experts, rows of the part]
+  for (const HostTensor& t : biases) {
+    const std::vector<float> values = to_floats(t);
+    bias.insert(bias.end(), values.begin(), values.end());
+  }
+  if (!bias.empty()) weight->bias_memory = to_device(bias, "biases");
+  return weight;
+}
+
+std::unique_ptr<CudaVector> load_cuda_vector(const HostTensor& tensor) {
+  auto weight = std::make_unique<CudaVector>();
+  weight->rows = tensor.rows;
+  weight->cols = tensor.cols;
+  weight->memory = to_device(to_floats(tensor), tensor.name.c_str());
+  return weight;
+}
+
+}  // namespace rvllm

@@ -1,0 +1,95 @@
+// The kernels of the CUDA backend as functions of the host; each puts its work on the stream. Every kernel says there
+// which thread computes what. Letters: T tokens, H heads, D head dim, N out, K in.
+#pragma once
+
+#include <cstdint>
+
+#include "backend.h"
+#include "cuda/gpu.h"
+#include "cuda/packed_weights.h"
+
+namespace rvllm {
+
+// A matrix on the device, or some rows of a stack of them. Quantized weights: tiles of packed_weights.h; float weights:
+// as in the file.
+struct DeviceMatrix {
+  int format = -1;      // of with_format; -1: float weights of `type`
+  GgmlType type = GgmlType::F32;
+  int64_t rows = 0;     // N
+  int64_t cols = 0;     // K
+  int64_t first_row = 0;  // in the stack
+  int64_t tile_bytes = 0;
+  const uint8_t* data = nullptr;
+  int64_t expert_bytes = 0;  // from one expert to the next, where there are several
+  uint4 codebook = {};  // 16 values, of formats that have one
+  float unit = 1;       // a factor of d
+};
+
+// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, in the
+// order in which mma_k32 takes them: lane 4 g + t has, of token g, k 4t.. and 16 + 4t..
+struct QuantizedRows {
+  uint2* q;           // [T / 8, K / 32, 32]
+  float* scale;       // [T / 8, K / 32, 8]
+  float* scaled_sum;  // [T / 8, K / 32, 8]   scale * sum of q
+  int2* half_sum;     // [T / 8, K / 32, 8]   sums of q over 16
+
+  static int64_t bytes(int64_t rows, int64_t k) { return (rows + 7) / 8 * (k / 32) * (256 + 8 * 16); }
+  static QuantizedRows at(void* memory, int64_t rows, int64_t k) {
+    const int64_t tiles = (rows + 7) / 8 * (k / 32);
+    QuantizedRows out;
+    out.q = static_cast<uint2*>(memory);
+    out.half_sum = reinterpret_cast<int2*>(out.q + tiles * 32);
+    out.scale = reinterpret_cast<float*>(out.half_sum + tiles * 8);
+    out.scaled_sum = out.scale + tiles * 8;
+    return out;
+  }
+};
+
+// A step's choices of experts: choice i is that of token i / num_used. For products they are sorted by expert, those of
+// each begin at a multiple of 8: the place of a choice in this order.
+struct ExpertRows {
+  int num_used = 0;
+  int num_choices = 0;
+  int num_tiles = 0;                // of 8 places, at most
+  int* experts = nullptr;           // [choices]
+  float* weights = nullptr;         // [choices]
+  int* places = nullptr;            // [choices]
+  int* choices = nullptr;           // [places]  -1: none
+  int* tile_expert = nullptr;       // [tiles]   -1: none
+};
+
+struct KVLayout;
+struct NormRow;
+
+// norm.cu, activation.cu, rope.cu, elementwise.cu, embedding.cu: the operations of backend.h.
+void norm(Tensor out, Tensor x, const NormRow& row, int n, bool by_head, cudaStream_t stream);
+void activate(Tensor out, Tensor x, Activation activation, cudaStream_t stream);
+void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved, cudaStream_t stream);
+void add(Tensor x, Tensor y, float scale, cudaStream_t stream);
+void add_gated(Tensor x, Tensor y, Tensor gate, cudaStream_t stream);
+void scale_logits(Tensor x, float scale, float soft_cap, cudaStream_t stream);
+void gather_rows(Tensor out, Tensor x, const int* rows, cudaStream_t stream);
+void embedding(Tensor out, const DeviceMatrix& table, const int* ids, float scale, cudaStream_t stream);
+
+void store_kv(const KVLayout& cache, Tensor k, Tensor v, const int* slots, cudaStream_t stream);
+
+// quantize.cu: rows of x [T, K] to int8. places: where each goes, or null. Row i is row i / per_source of x.
+void quantize(Tensor x, int rows, int per_source, const QuantizedRows& out, const int* places, cudaStream_t stream);
+void quantize_norm(const NormRow& row, const QuantizedRows& out, int rows, int k, cudaStream_t stream);
+void quantize_activated(Tensor x, Activation activation, const QuantizedRows& out, int k, const int* places,
+                        cudaStream_t stream);
+
+// matvec.cu: out[T, N] = x[T, K] W^T + bias for float weights; of experts, choice i takes row i / per_source of x.
+void matvec(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias, const ExpertRows& experts, int per_source,
+            cudaStream_t stream);
+
+// dequantize.cu: what cuBLAS takes and gives.
+void dequantize(void* out, const DeviceMatrix& w, cudaStream_t stream);  // [N, K] F16
+void convert(void* out, Tensor x, GgmlType type, cudaStream_t stream);   // [T, K] F32, F16 or BF16
+void add_bias(Tensor out, const float* bias, cudaStream_t stream);
+
+// experts.cu
+void route(Tensor logits, const RouterParams& params, const ExpertRows& out, cudaStream_t stream);
+void combine(Tensor out, Tensor y, const ExpertRows& rows, cudaStream_t stream);
+
+}  // namespace rvllm

@@ -1,0 +1,53 @@
+// The integer tensor-core product, and what it is made of where that is missing.
+//
+// A warp multiplies a [16 x 16] tile of int8 by a [16 x 8] one and adds to [16 x 8] int32. Lane 4 g + t holds, of the
+// first, k 4t..4t+3 of row g (a0) and of row g + 8 (a1); of the second, k 4t..4t+3 of column g (b); of the sums, columns
+// 2t and 2t + 1 of row g (c0, c1) and of row g + 8 (c2, c3): PTX ISA, "Matrix Fragments for mma.m16n8k16".
+#pragma once
+
+#include "cuda/gpu.h"
+
+namespace rvllm {
+
+__device__ __forceinline__ void mma_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+#if defined(RV_EMU)
+  const uint64_t own = uint64_t(a0) | uint64_t(a1) << 32;
+  const unsigned lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
+  uint32_t rows[2][4];
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t both = __shfl_sync(0xffffffffu, own, int(4 * g + i));
+    rows[0][i] = uint32_t(both);
+    rows[1][i] = uint32_t(both >> 32);
+  }
+  for (int i = 0; i < 4; ++i)
+    for (int column = 0; column < 2; ++column) {
+      const uint32_t k = __shfl_sync(0xffffffffu, b, int(4 * (2 * t + column) + i));
+      c[column] = __dp4a(int(rows[0][i]), int(k), c[column]);
+      c[2 + column] = __dp4a(int(rows[1][i]), int(k), c[2 + column]);
+    }
+#elif __CUDA_ARCH__ >= 800
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a0), "r"(a1), "r"(b));
+#else
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+               : "+r"(c[0]), "+r"(c[1]) : "r"(a0), "r"(b));
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+               : "+r"(c[2]), "+r"(c[3]) : "r"(a1), "r"(b));
+#endif
+}
+
+// The same over k 0..31: a0, a1 and b0 hold k 0..15, a2, a3 and b1 k 16..31.
+__device__ __forceinline__ void mma_k32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if !defined(RV_EMU) && __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  mma_k16(c, a[0], a[1], b0);
+  mma_k16(c, a[2], a[3], b1);
+#endif
+}
+
+}  // namespace rvllm

@@ -1,0 +1,160 @@
+// Reads the layout of packed_weights.h on the device.
+#pragma once
+
+#include "cuda/device_math.h"
+#include "cuda/packed_weights.h"
+
+namespace rvllm {
+
+// Four bytes of a table of 16, picked by the four nibbles of `codes`.
+__device__ __forceinline__ uint32_t look_up(const uint4& table, uint32_t codes) {
+  const uint32_t low = __byte_perm(table.x, table.y, codes & 0x7777);
+  const uint32_t high = __byte_perm(table.z, table.w, codes & 0x7777);
+  return __byte_perm(low, high, 0x3210 | (codes & 0x8888) >> 1);
+}
+
+// What one lane reads of a pair of blocks.
+template <class F>
+struct CodePair {
+  uint32_t low[F::kLowWords] = {};
+  uint32_t high[F::kHighWords > 0 ? F::kHighWords : 1] = {};
+
+  __device__ __forceinline__ void load(const uint8_t* tile, const TileLayout& layout, int pair, int lane) {
+    if constexpr (F::kBits == 8) {
+      const uint4* words = reinterpret_cast<const uint4*>(tile) + pair * 64 + lane;
+      const uint4 first = __ldg(words), second = __ldg(words + 32);
+      low[0] = first.x, low[1] = first.y, low[2] = first.z, low[3] = first.w;
+      low[4] = second.x, low[5] = second.y, low[6] = second.z, low[7] = second.w;
+    } else if constexpr (F::kLowWords == 4) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(tile) + pair * 32 + lane);
+      low[0] = words.x, low[1] = words.y, low[2] = words.z, low[3] = words.w;
+    } else {
+      const uint2 words = __ldg(reinterpret_cast<const uint2*>(tile) + pair * 32 + lane);
+      low[0] = words.x, low[1] = words.y;
+    }
+    if constexpr (F::kHighWords == 2) {
+      const uint2 words = __ldg(reinterpret_cast<const uint2*>(tile + layout.high) + pair * 32 + lane);
+      high[0] = words.x, high[1] = words.y;
+    } else if constexpr (F::kHighWords == 1) {
+      high[0] = __ldg(reinterpret_cast<const uint32_t*>(tile + layout.high) + pair * 32 + lane);
+    }
+  }
+
+  // The registers of block b of the pair, for mma_k32.
+  template <int b>
+  __device__ __forceinline__ void unpack(const uint4& table, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if constexpr (F::kBits == 8) {
+        a[r] = low[4 * b + r];
+      } else if constexpr (F::kCodebook) {
+        a[r] = look_up(table, low[2 * b + r / 2] >> 16 * (r % 2));
+      } else if constexpr (F::kBits >= 4) {
+        a[r] = low[2 * b + r / 2] >> 4 * (r % 2) & 0x0f0f0f0f;
+        if constexpr (F::kBits == 5) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 4;
+        if constexpr (F::kBits == 6) a[r] |= (high[b] >> 2 * r & 0x03030303) << 4;
+      } else {
+        a[r] = low[b] >> 2 * r & 0x03030303;
+        if constexpr (F::kBits == 3) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 2;
+      }
+    }
+  }
+};
+
+// The scales of one row in a chunk of blocks: w = d (q - zero) + m, d and m of a block, or d scale(half), m min(half).
+template <class F>
+struct RowScales {
+  static constexpr int kScaleWords = !F::kSuper ? 4 : F::kHalved ? 4 : 2;
+  static constexpr int kMinWords = F::kHasMin && !F::kHalved ? (F::kSuper ? 2 : 4) : 1;
+  uint32_t header;
+  uint32_t scales[kScaleWords];
+  uint32_t mins[kMinWords];
+  float unit;  // of the codebook
+
+  __device__ __forceinline__ void load(const uint8_t* chunk, int row, float codebook_unit) {
+    unit = codebook_unit;
+    if constexpr (F::kSuper) {
+      header = F::kHasMin ? __ldg(reinterpret_cast<const uint32_t*>(chunk) + row)
+                          : __ldg(reinterpret_cast<const uint16_t*>(chunk) + row);
+      chunk += F::kHeaderBytes;
+    }
+    if constexpr (kScaleWords == 4) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(chunk) + row);
+      scales[0] = words.x, scales[1] = words.y, scales[2] = words.z, scales[3] = words.w;
+    } else {
+      const uint2 words = __ldg(reinterpret_cast<const uint2*>(chunk) + row);
+      scales[0] = words.x, scales[1] = words.y;
+    }
+    if constexpr (kMinWords == 4) {
+      const uint4 words = __ldg(reinterpret_cast<const uint4*>(chunk + 256) + row);
+      mins[0] = words.x, mins[1] = words.y, mins[2] = words.z, mins[3] = words.w;
+    } else if constexpr (kMinWords == 2) {
+      const uint2 words = __ldg(reinterpret_cast<const uint2*>(chunk + 128) + row);
+      mins[0] = words.x, mins[1] = words.y;
+    }
+  }
+
+  // Words are picked by conditions: arrays in registers have no index that is known at run time alone.
+  template <int kWords>
+  static __device__ __forceinline__ uint32_t word(const uint32_t (&words)[kWords], int i) {
+    if constexpr (kWords == 1) return words[0];
+    if constexpr (kWords == 2) return i == 0 ? words[0] : words[1];
+    if constexpr (kWords == 4) return i < 2 ? (i == 0 ? words[0] : words[1]) : i == 2 ? words[2] : words[3];
+  }
+  template <int kWords>
+  static __device__ __forceinline__ uint32_t half_word(const uint32_t (&words)[kWords], int i) {
+    return word(words, i / 2) >> 16 * (i % 2) & 0xffff;
+  }
+  template <int kWords>
+  static __device__ __forceinline__ uint32_t byte(const uint32_t (&words)[kWords], int i) {
+    return word(words, i / 4) >> 8 * (i % 4) & 255;
+  }
+
+  __device__ __forceinline__ float d(int block) const {
+    if constexpr (F::kScales == Scales::kBF16D) return bf16_bits_to_float(half_word(scales, block));
+    if constexpr (!F::kSuper) return half_bits_to_float(half_word(scales, block));
+    const float d = half_bits_to_float(header & 0xffff) * unit;
+    if constexpr (F::kHalved) return d;
+    const uint32_t scale = byte(scales, block);
+    return d * float(F::kHasMin ? int(scale) : int(int8_t(scale)));
+  }
+  __device__ __forceinline__ float m(int block) const {
+    if constexpr (!F::kHasMin) return 0.0f;
+    if constexpr (!F::kSuper) return half_bits_to_float(half_word(mins, block));
+    const float m = half_bits_to_float(header >> 16);
+    if constexpr (F::kHalved) return -m;
+    return -(m * float(byte(mins, block)));
+  }
+  // Of 16 weights, where F::kHalved.
+  __device__ __forceinline__ int scale(int block, int half) const {
+    const uint32_t bits = byte(scales, 2 * block + half);
+    return F::kHasMin ? int(bits & 15) : int(int8_t(bits));
+  }
+  __device__ __forceinline__ int min(int block, int half) const {
+    return int(byte(scales, 2 * block + half) >> 4);
+  }
+};
+
+// Weight k of a row of a tile.
+template <class F>
+__device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const uint4& table, float unit, int row, int k) {
+  const int block = k / 32, i = k % 32, r = (row >= 8) + 2 * (i >= 16);
+  CodePair<F> codes;
+  codes.load(tile, layout, block / 2, row % 8 * 4 + i % 16 / 4);
+  uint32_t a[4];
+  if (block % 2 == 0)
+    codes.template unpack<0>(table, a);
+  else
+    codes.template unpack<1>(table, a);
+  const uint32_t code = (r == 0 ? a[0] : r == 1 ? a[1] : r == 2 ? a[2] : a[3]) >> 8 * (i % 4) & 255;
+  const float q = float(F::kBits == 8 || F::kCodebook ? int(int8_t(code)) : int(code) - F::kZero);
+  RowScales<F> scales;
+  scales.load(tile + layout.scales + int64_t(block / kChunkBlocks) * F::kChunkBytes, row, unit);
+  const int at = block % kChunkBlocks, half = i / 16;
+  const float d = scales.d(at);
+  float w = F::kHalved ? d * float(scales.scale(at, half)) * q : d * q;
+  if (F::kHasMin) w += F::kHalved ? scales.m(at) * float(scales.min(at, half)) : scales.m(at);
+  return w;
+}
+
+}  // namespace rvllm
