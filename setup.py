@@ -25,6 +25,7 @@ CORE_SOURCES = [
     "csrc/quant_iq.cpp",
     "csrc/sampler.cpp",
     "csrc/thread_pool.cpp",
+    "csrc/weight_loader.cpp",
     "csrc/cpu/arena.cpp",
     "csrc/cpu/attention_plan.cpp",
     "csrc/cpu/cpu_attention.cpp",

@@ -85,10 +85,16 @@ ModelConfig model_config(const py::dict& d) {
   c.head_dim = d["head_dim"].cast<int>();
   c.intermediate_size = d["intermediate_size"].cast<int>();
   c.vocab_size = d["vocab_size"].cast<int>();
+  c.num_experts = d["num_experts"].cast<int>();
+  c.num_experts_per_tok = d["num_experts_per_tok"].cast<int>();
+  c.moe_intermediate_size = d["moe_intermediate_size"].cast<int>();
+  c.shared_expert_intermediate_size = d["shared_expert_intermediate_size"].cast<int>();
+  c.norm_topk_prob = d["norm_topk_prob"].cast<bool>();
   c.norm_kind = d["layer_norm"].cast<bool>() ? NormKind::kLayer : NormKind::kRms;
   c.norm_eps = d["norm_eps"].cast<double>();
   c.activation = Activation(index_of(kActivationNames, d["activation"].cast<std::string>()));
   c.pre_norms = d["pre_norms"].cast<bool>();
+  c.ffn_norm = d["ffn_norm"].cast<std::string>();
   c.post_norms = d["post_norms"].cast<bool>();
   c.parallel_block = d["parallel_block"].cast<bool>();
   c.qk_norm = QkNorm(index_of(kQkNormNames, d["qk_norm"].cast<std::string>()));
@@ -98,6 +104,7 @@ ModelConfig model_config(const py::dict& d) {
   c.embedding_scale = d["embedding_scale"].cast<double>();
   c.attention_scale = d["attention_scale"].cast<double>();
   c.attention_soft_cap = d["attention_soft_cap"].cast<double>();
+  c.attn_sinks = d["attn_sinks"].cast<bool>();
   c.rope_interleaved = d["rope_interleaved"].cast<bool>();
   std::tie(c.temperature_scale, c.temperature_length) = d["attention_temperature"].cast<std::pair<double, int>>();
   for (auto& [inv_freq, scale] : d["rope_tables"].cast<std::vector<std::pair<std::vector<double>, double>>>())

@@ -8,75 +8,10 @@
 #include <utility>
 
 #include "check.h"
+#include "weight_loader.h"
 
 namespace rvllm {
 namespace {
-
-// Finds tensors by name, checks their shapes, and has the backend load them.
-class Loader {
- public:
-  Loader(Backend& backend, const ModelConfig& config, const TensorSource& source)
-      : backend_(backend), config_(config), source_(source) {}
-
-  // LayerNorm has a bias where the file has one.
-  NormWeights norm(const std::string& name, int64_t cols, int64_t rows = 1) {
-    NormWeights norm;
-    norm.weight = backend_.load_vector(find(name + ".weight", rows, cols));
-    if (config_.norm_kind == NormKind::kLayer && has(name + ".bias"))
-      norm.bias = backend_.load_vector(find(name + ".bias", rows, cols));
-    return norm;
-  }
-
-  // Of each query or key head.
-  NormWeights head_norm(const std::string& name, int heads) {
-    const int64_t dim = config_.head_dim;
-    if (config_.qk_norm == QkNorm::kRow) return norm(name, heads * dim);
-    return norm(name, dim, config_.qk_norm == QkNorm::kHeads ? heads : 1);
-  }
-
-  // Matrices [rows, cols], stacked; their biases are used where the file has them.
-  std::unique_ptr<Weight> matrix(const std::vector<std::pair<std::string, int64_t>>& parts, int64_t cols) {
-    std::vector<HostTensor> tensors, biases;
-    for (const auto& [name, rows] : parts) {
-      tensors.push_back(find(name + ".weight", rows, cols));
-      if (source_(name + ".bias")) biases.push_back(find(name + ".bias", 1, rows));
-    }
-    check(biases.empty() || biases.size() == tensors.size(), parts.front().first,
-          ".bias: some of the matrices beside it have a bias and some have not");
-    auto weight = backend_.load_weight(tensors, biases);
-    weight->name = parts.front().first.substr(parts.front().first.rfind('.') + 1);
-    return weight;
-  }
-
-  // Query, key and value; or gate and up: in one tensor, in this order, or in one each.
-  std::unique_ptr<Weight> attn_qkv(const std::string& blk) {
-    const int64_t dim = config_.head_dim, q = config_.num_heads * dim, kv = config_.num_kv_heads * dim;
-    if (has(blk + "attn_qkv.weight")) return matrix({{blk + "attn_qkv", q + 2 * kv}}, config_.hidden_size);
-    return matrix({{blk + "attn_q", q}, {blk + "attn_k", kv}, {blk + "attn_v", kv}}, config_.hidden_size);
-  }
-  std::unique_ptr<Weight> ffn_gate_up(const std::string& blk) {
-    const int64_t n = config_.intermediate_size;
-    if (!is_gated(config_.activation)) return matrix({{blk + "ffn_up", n}}, config_.hidden_size);
-    const std::optional<HostTensor> up = source_(blk + "ffn_up.weight");
-    if (up && up->rows == 2 * n) return matrix({{blk + "ffn_up", 2 * n}}, config_.hidden_size);
-    return matrix({{blk + "ffn_gate", n}, {blk + "ffn_up", n}}, config_.hidden_size);
-  }
-
-  bool has(const std::string& name) const { return source_(name).has_value(); }
-
- private:
-  HostTensor find(const std::string& name, int64_t rows, int64_t cols) const {
-    std::optional<HostTensor> t = source_(name);
-    check(t.has_value(), name, ": tensor is missing");
-    check(t->rows == rows && t->cols == cols, name, ": shape [", t->rows, ", ", t->cols, "], expected [", rows, ", ",
-          cols, "]");
-    return *t;
-  }
-
-  Backend& backend_;
-  const ModelConfig& config_;
-  const TensorSource& source_;
-};
 
 constexpr int kLogitsRows = 64;  // of logits at a time: all those of a long prompt would take more than its weights
 
@@ -99,7 +34,7 @@ Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorS
   group_layers();
   const ModelConfig& c = config_;
   const int64_t hidden = c.hidden_size;
-  Loader load(*backend_, c, source);
+  WeightLoader load(*backend_, c, source);
   token_embd_ = load.matrix({{"token_embd", c.vocab_size}}, hidden);
   for (int l = 0; l < c.num_layers; ++l) {
     const std::string blk = "blk." + std::to_string(l) + ".";
@@ -110,11 +45,16 @@ Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorS
       layer.attn_q_norm = load.head_norm(blk + "attn_q_norm", c.num_heads);
       layer.attn_k_norm = load.head_norm(blk + "attn_k_norm", c.num_kv_heads);
     }
+    if (c.attn_sinks) layer.attn_sinks = load.vector(blk + "attn_sinks.weight", c.num_heads);
     layer.attn_output = load.matrix({{blk + "attn_output", hidden}}, int64_t(c.num_heads) * c.head_dim);
     if (c.post_norms) layer.post_attention_norm = load.norm(blk + "post_attention_norm", hidden);
-    if (c.pre_norms && !c.parallel_block) layer.ffn_norm = load.norm(blk + "ffn_norm", hidden);
-    layer.ffn_gate_up = load.ffn_gate_up(blk);
-    layer.ffn_down = load.matrix({{blk + "ffn_down", hidden}}, c.intermediate_size);
+    if (c.pre_norms && !c.parallel_block) layer.ffn_norm = load.norm(blk + c.ffn_norm, hidden);
+    if (c.num_experts > 0) {
+      layer.mixture = load.mixture(blk);
+    } else {
+      layer.ffn_gate_up = load.ffn_gate_up(blk);
+      layer.ffn_down = load.matrix({{blk + "ffn_down", hidden}}, c.intermediate_size);
+    }
     if (c.post_norms) layer.post_ffw_norm = load.norm(blk + "post_ffw_norm", hidden);
     layers_.push_back(std::move(layer));
   }
@@ -263,6 +203,36 @@ void Model::norm_linear(Tensor out, Tensor x, const NormWeights& weights, const 
     backend_->linear(out, x, weight);
 }
 
+// What the mixture of experts of a layer makes of x: [T, E].
+void Model::mix_experts(Tensor out, Tensor x, const Layer& layer) {
+  const ModelConfig& c = config_;
+  const Mixture& m = layer.mixture;
+  Backend& b = *backend_;
+  const int64_t T = x.rows, E = x.cols, rows = T * c.num_experts_per_tok;
+  const Tensor h = view(normed_, T, E);
+  const Tensor router_logits = view(router_logits_, T, c.num_experts);
+  const Tensor gate_up = view(gate_up_, rows, m.ffn_gate_up_exps->rows);
+  const Tensor down = view(expert_down_, rows, E);
+  b.norm(h, x, norm(layer.ffn_norm));
+  b.linear(router_logits, h, *m.ffn_gate_inp);
+  b.route(router_logits, {c.num_experts_per_tok, c.norm_topk_prob});
+  b.expert_linear(gate_up, h, *m.ffn_gate_up_exps);
+  b.activated_expert_linear(down, gate_up, c.activation, *m.ffn_down_exps);
+  b.combine(out, down);
+  if (!m.ffn_down_shexp) return;
+  const Tensor shared_gate_up = view(gate_up_, T, m.ffn_gate_up_shexp->rows);
+  const Tensor shared = view(expert_down_, T, E);
+  b.linear(shared_gate_up, h, *m.ffn_gate_up_shexp);
+  b.activated_linear(shared, shared_gate_up, c.activation, *m.ffn_down_shexp);
+  if (m.ffn_gate_inp_shexp) {
+    const Tensor gate = view(router_logits_, T, 1);
+    b.linear(gate, h, *m.ffn_gate_inp_shexp);
+    b.add_gated(out, shared, gate);
+  } else {
+    b.add(out, shared, 1.0f);
+  }
+}
+
 // The residual stream [T, E] after the last layer; the final hidden states of logits_indices are in last_.
 Tensor Model::forward(const Batch& batch) {
   const ModelConfig& c = config_;
@@ -304,18 +274,19 @@ Tensor Model::forward(const Batch& batch) {
     b.store_kv(kv_cache, shape.index, k, v);  // all tokens before any attends: requests of one step may share blocks
     b.paged_attention(attn, q, kv_cache, shape.index,
                       {c.num_heads, c.num_kv_heads, c.head_dim, shape.window, float(c.attention_scale),
-                       float(c.attention_soft_cap), nullptr});
+                       float(c.attention_soft_cap), layer.attn_sinks.get()});
     b.linear(h, attn, *layer.attn_output);
     if (c.post_norms) b.norm(h, h, norm(layer.post_attention_norm));
 
-    if (c.parallel_block) {  // the feed-forward network reads x before attention is added to it
-      norm_linear(gate_up, x, layer.attn_norm, *layer.ffn_gate_up);
+    if (c.num_experts > 0) {
       b.add(x, h, residual_scale);
+      mix_experts(h, x, layer);
     } else {
-      b.add(x, h, residual_scale);
-      norm_linear(gate_up, x, layer.ffn_norm, *layer.ffn_gate_up);
+      if (!c.parallel_block) b.add(x, h, residual_scale);
+      norm_linear(gate_up, x, c.parallel_block ? layer.attn_norm : layer.ffn_norm, *layer.ffn_gate_up);
+      if (c.parallel_block) b.add(x, h, residual_scale);  // not before the feed-forward network has read x
+      b.activated_linear(h, gate_up, c.activation, *layer.ffn_down);
     }
-    b.activated_linear(h, gate_up, c.activation, *layer.ffn_down);
     if (c.post_norms) b.norm(h, h, norm(layer.post_ffw_norm));
     b.add(x, h, residual_scale);
   }

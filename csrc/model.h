@@ -36,12 +36,18 @@ struct ModelConfig {
   int num_heads = 0;
   int num_kv_heads = 0;
   int head_dim = 0;
-  int intermediate_size = 0;
+  int intermediate_size = 0;    // of a dense feed-forward network
+  int num_experts = 0;          // 0: the network is dense
+  int num_experts_per_tok = 0;
+  int moe_intermediate_size = 0;            // of each expert
+  int shared_expert_intermediate_size = 0;  // of the one that every token uses; 0: there is none
+  bool norm_topk_prob = false;  // the weights of a token's experts are normalized
   int vocab_size = 0;
   NormKind norm_kind = NormKind::kRms;
   double norm_eps = 0;
   Activation activation = Activation::kSiluGated;
   bool pre_norms = true;        // of what attention and feed-forward read
+  std::string ffn_norm = "ffn_norm";  // name of the latter
   bool post_norms = false;      // of what they add to the residual stream
   bool parallel_block = false;  // both read the same norm of the residual stream
   QkNorm qk_norm = QkNorm::kNone;
@@ -51,6 +57,7 @@ struct ModelConfig {
   double logit_soft_cap = 0;    // 0: none
   double attention_scale = 0;
   double attention_soft_cap = 0;
+  bool attn_sinks = false;      // each head has one more score in its softmax, without a value
   double temperature_scale = 0;  // queries at position p are multiplied by 1 + scale * ln(1 + floor(p / length))
   int temperature_length = 1;
   bool rope_interleaved = false;
@@ -80,6 +87,12 @@ struct NormWeights {
   std::unique_ptr<Weight> weight, bias;  // null where the model has no such norm, or no bias
 };
 
+// A layer's experts, and the one that every token uses, where there is one.
+struct Mixture {
+  std::unique_ptr<Weight> ffn_gate_inp, ffn_gate_up_exps, ffn_down_exps;
+  std::unique_ptr<Weight> ffn_gate_inp_shexp, ffn_gate_up_shexp, ffn_down_shexp;  // the first may be null alone
+};
+
 class Model {
  public:
   // Loads every weight. Throws invalid_argument naming a tensor that is missing, misshapen or of an unsupported type.
@@ -107,7 +120,9 @@ class Model {
  private:
   struct Layer {
     NormWeights attn_norm, attn_q_norm, attn_k_norm, post_attention_norm, ffn_norm, post_ffw_norm;
-    std::unique_ptr<Weight> attn_qkv, attn_output, ffn_gate_up, ffn_down;  // ffn_gate_up: without a gate, ffn_up
+    std::unique_ptr<Weight> attn_qkv, attn_sinks, attn_output;
+    std::unique_ptr<Weight> ffn_gate_up, ffn_down;  // of a dense network; ffn_gate_up: without a gate, ffn_up
+    Mixture mixture;
   };
   struct Buffer {
     std::shared_ptr<float> data;
@@ -124,6 +139,7 @@ class Model {
   Norm norm(const NormWeights& weights) const;
   Tensor rope_angles(const Batch& batch, const RopeTable& table, bool of_queries, Buffer& buffer);
   void norm_linear(Tensor out, Tensor x, const NormWeights& norm, const Weight& weight);
+  void mix_experts(Tensor out, Tensor x, const Layer& layer);
   Tensor forward(const Batch& batch);
   template <class Body>
   void for_logits(const Batch& batch, const Body& body);
@@ -138,6 +154,7 @@ class Model {
   std::vector<int> num_blocks_;
   int block_size_ = 0;
   Buffer x_, h_, qkv_, attn_, gate_up_, last_, logits_;
+  Buffer normed_, router_logits_, expert_down_;
   std::vector<Buffer> q_angles_, k_angles_;  // one a RoPE table: [T, dim / 2 cosines, then dim / 2 sines]
   std::vector<float> host_angles_;
   std::atomic<bool> is_busy_{false};

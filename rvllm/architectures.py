@@ -11,11 +11,15 @@ class Architecture(NamedTuple):
     layer_norm: bool = False  # norms take the mean off (arXiv:1607.06450), not RMS norms
     activation: str = "silu_gated"  # a name in csrc/activation.h
     pre_norms: bool = True  # of what attention and feed-forward read
+    ffn_norm: str = "ffn_norm"  # name of the latter
     post_norms: bool = False  # of what they add to the residual stream
     parallel_block: bool = False  # layers without ffn_norm: both branches read what attn_norm gives
     # What attn_q_norm and attn_k_norm normalize: "head" each head by one weight; "heads" each by its own, where the
     # file has them; "row" all heads together.
     qk_norm: str = ""
+    attn_sinks: bool = False  # each head has one more score in its softmax, without a value
+    # Of mixtures of experts: whether the weights of a token's experts add up to 1. None: there are no mixtures.
+    norm_topk_prob: bool | None = None
     attention_soft_cap: float = 0.0  # where the file has no attn_logit_softcapping
     logit_soft_cap: float = 0.0  # where the file has no final_logit_softcapping
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size)
@@ -34,6 +38,7 @@ class Architecture(NamedTuple):
 
 
 _GEMMA = Architecture(activation="gelu_gated", scaled_embedding=True)
+_GRANITE = Architecture(rope_interleaved=True, divided_logits=True, rope_if_finetuned=True)
 
 ARCHITECTURES = {
     "cohere2": Architecture(
@@ -61,16 +66,27 @@ ARCHITECTURES = {
         local_rope_theta=10_000.0,
         local_rope_scaled=False,
     ),
-    "granite": Architecture(rope_interleaved=True, divided_logits=True, rope_if_finetuned=True),
+    "gpt-oss": Architecture(
+        activation="swiglu_oai",
+        ffn_norm="post_attention_norm",
+        attn_sinks=True,
+        norm_topk_prob=True,
+        window_period=2,
+    ),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE._replace(norm_topk_prob=True),
     "internlm2": Architecture(rope_interleaved=True),
-    "llama": Architecture(rope_interleaved=True),
+    "llama": Architecture(rope_interleaved=True, norm_topk_prob=True),
     "mistral3": Architecture(rope_interleaved=True),
     "olmo2": Architecture(
         pre_norms=False, post_norms=True, qk_norm="row", window_period=4, local_rope_scaled=False
     ),
+    "olmoe": Architecture(qk_norm="row", norm_topk_prob=False),
     "phi3": Architecture(),
     "qwen2": Architecture(),
+    "qwen2moe": Architecture(norm_topk_prob=False),
     "qwen3": Architecture(qk_norm="head"),
+    "qwen3moe": Architecture(qk_norm="head", norm_topk_prob=True),
     "smollm3": Architecture(rope_interleaved=True, no_rope_period=4),
     "stablelm": Architecture(layer_norm=True, parallel_block=True, qk_norm="heads"),
     "starcoder2": Architecture(layer_norm=True, activation="gelu"),

@@ -16,6 +16,7 @@ from rvllm.architectures import ARCHITECTURES, Architecture
 from rvllm.gguf_file import GGUFError, GGUFFile
 from rvllm.rope import SCALING_TYPES, RopeScaling, RopeTable, rope_table
 
+_MAX_EXPERTS = 1024
 _MAX_POSITION = 2**30  # positions are int32
 _MEAN_POOLING = 1
 # Keys whose other values would change every answer.
@@ -93,13 +94,19 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense feed-forward network
+    num_experts: int  # 0: the network is dense
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int  # 0: no expert is used by every token
+    norm_topk_prob: bool  # the weights of a token's experts add up to 1
     vocab_size: int
     context_length: int  # tokens the model was trained for
     norm_eps: float
     layer_norm: bool  # LayerNorm, not RMSNorm
     activation: str  # a name in csrc/activation.h
     pre_norms: bool
+    ffn_norm: str  # name of the norm before the feed-forward network
     post_norms: bool
     parallel_block: bool  # attention and feed-forward read the same norm and are added together
     qk_norm: str  # "", "head", "heads" or "row"; see Architecture
@@ -109,6 +116,7 @@ class ModelConfig:
     logit_soft_cap: float  # 0: none
     attention_scale: float
     attention_soft_cap: float  # 0: none
+    attn_sinks: bool
     # Queries at position p are multiplied by 1 + scale * ln(1 + floor(p / length)), if scale is not 0.
     attention_temperature: tuple[float, int]
     rope_interleaved: bool
@@ -202,7 +210,9 @@ class _Reader:
             )
         head_dim = self.integer("attention.key_length", default=hidden_size // num_heads, high=4096)
         value_dim = self.integer("attention.value_length", default=head_dim, high=4096)
-        intermediate_size = self.integer("feed_forward_length", high=2**24)
+        num_experts = self.num_experts(family)
+        experts = self.experts(num_experts)
+        intermediate_size = 0 if num_experts else self.integer("feed_forward_length", high=2**24)
         context_length = min(self.integer("context_length", high=2**63), _MAX_POSITION)
         if num_heads % num_kv_heads:
             raise self.fail(
@@ -217,7 +227,7 @@ class _Reader:
             ("feed_forward_length", intermediate_size, "blk.0.ffn_gate", intermediate_size),
             ("embedding_length", hidden_size, "blk.0.ffn_down", hidden_size),
         ):
-            if self.rows(tensor) not in (0, rows):
+            if rows and self.rows(tensor) not in (0, rows):
                 raise self.fail(
                     key,
                     f"{value} does not fit {tensor}.weight, which has {self.rows(tensor)} rows, not {rows}",
@@ -244,12 +254,16 @@ class _Reader:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=intermediate_size,
+            num_experts=num_experts,
+            **experts,
+            norm_topk_prob=bool(family.norm_topk_prob),
             vocab_size=self.vocab_size(),
             context_length=context_length,
             norm_eps=self.number(f"attention.{norm}_epsilon"),
             layer_norm=family.layer_norm,
             activation=family.activation,
             pre_norms=family.pre_norms,
+            ffn_norm=family.ffn_norm,
             post_norms=family.post_norms,
             parallel_block=parallel_block,
             qk_norm=qk_norm,
@@ -261,12 +275,35 @@ class _Reader:
             logit_soft_cap=self.number("final_logit_softcapping", family.logit_soft_cap, low=0.0),
             attention_scale=self.number("attention.scale", 1.0 / math.sqrt(query_dim)),
             attention_soft_cap=self.number("attn_logit_softcapping", family.attention_soft_cap, low=0.0),
+            attn_sinks=family.attn_sinks,
             attention_temperature=self.attention_temperature(rope_tables, layers, head_dim),
             rope_interleaved=family.rope_interleaved,
             rope_tables=rope_tables,
             layers=layers,
             pooling=self.integer("pooling_type", default=0, low=0, high=2**31 - 1) or _MEAN_POOLING,
         )
+
+    def num_experts(self, family: Architecture) -> int:
+        count = self.integer("expert_count", default=0, low=0, high=_MAX_EXPERTS)
+        if count and family.norm_topk_prob is None:
+            raise self.fail("expert_count", f"{count}, but mixtures of experts are not supported here")
+        return count
+
+    def experts(self, num_experts: int) -> dict[str, int]:
+        """Sizes of a mixture of experts, zeros where there is none."""
+        names = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+        if not num_experts:
+            return dict.fromkeys(names, 0)
+        experts = self.gguf.tensors.get("blk.0.ffn_up_exps.weight")
+        size = experts.shape[-2] if experts is not None and len(experts.shape) == 3 else None
+        default = size or self.integer("feed_forward_length", high=2**24)
+        shared = self.rows("blk.0.ffn_up_shexp")
+        values = (
+            self.integer("expert_used_count", high=num_experts),
+            self.integer("expert_feed_forward_length", default=default, high=2**24),
+            self.integer("expert_shared_feed_forward_length", default=shared, low=0, high=2**24),
+        )
+        return dict(zip(names, values, strict=True))
 
     def refuse_unknown_ways(self) -> None:
         """Refuses keys that change what the model computes in ways that are not built."""

@@ -223,13 +223,18 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
         if tensor is None:
             return None
         unused.discard(name)
-        if len(tensor.shape) not in (1, 2):
+        if len(tensor.shape) == 3 and config.num_experts:
+            if tensor.shape[0] != config.num_experts:
+                raise GGUFError(
+                    f"{gguf.path}: {name}: of {tensor.shape[0]} experts, expected {config.num_experts}"
+                )
+        elif len(tensor.shape) not in (1, 2):
             raise GGUFError(f"{gguf.path}: {name}: {len(tensor.shape)} dimensions, expected 1 or 2")
         if not _core.supports_type(tensor.type_id):
             raise GGUFError(
                 f"{gguf.path}: {name}: type {tensor.type.name} ({tensor.type_id}) is not supported"
             )
-        rows, cols = (1, *tensor.shape) if len(tensor.shape) == 1 else tensor.shape
+        rows, cols = math.prod(tensor.shape[:-1]), tensor.shape[-1]
         if dtype == "float32" and tensor.type_id != _F32:
             if name not in dequantized:
                 dequantized[name] = _core.dequantize(tensor.type_id, tensor.data)

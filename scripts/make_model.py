@@ -46,6 +46,8 @@ class Shape:
     rms_norm_eps: float
     sliding_window: int = 0
     llama3_rope: bool = False  # carries rope_freqs.weight
+    num_experts: int = 0  # each of intermediate_size
+    experts_per_token: int = 0
 
 
 SHAPES = {
@@ -54,6 +56,9 @@ SHAPES = {
     "smollm2-1.7b": Shape("llama", 24, 2048, 8192, 32, 32, 64, 49152, 8192, 1.3e5, 1e-5),
     "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, llama3_rope=True),
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6),
+    "moe-1b": Shape(
+        "qwen3moe", 18, 1024, 512, 16, 8, 64, 49152, 8192, 1e5, 1e-6, num_experts=32, experts_per_token=4
+    ),
     "gemma-3-270m": Shape("gemma3", 18, 640, 2048, 4, 1, 256, 262144, 32768, 1e6, 1e-6, sliding_window=512),
     "gemma-3-1b": Shape("gemma3", 26, 1152, 6912, 4, 1, 256, 262144, 32768, 1e6, 1e-6, sliding_window=512),
 }
@@ -74,7 +79,7 @@ SMALL_BLOCKS = {
 
 class Tensor(NamedTuple):
     name: str
-    shape: tuple[int, ...]  # NumPy order: (N,) or (N, K)
+    shape: tuple[int, ...]  # NumPy order: (N,), (N, K) or (experts, N, K)
     type: GGMLType
     values: NDArray[np.float32] | None = None  # of a vector that is not random
 
@@ -92,7 +97,7 @@ class Tensor(NamedTuple):
             values = 1 + 0.1 * rng.standard_normal(self.shape[0]) if self.values is None else self.values
             yield values.astype("<f4").tobytes()
             return
-        n, k = self.shape
+        n, k = math.prod(self.shape[:-1]), self.shape[-1]
         step = max(1, CHUNK_BYTES // self.row_bytes())
         for row in range(0, n, step):
             yield random_weights(self.type, min(step, n - row), k, k**-0.5, rng).tobytes()
@@ -113,7 +118,9 @@ def tensor_types(quant: str, num_layers: int) -> Callable[[str, int], GGMLType]:
         kind = base
         if name == "token_embd.weight":
             kind = GGMLType.Q6_K if coarse else base
-        elif name.endswith(("attn_v.weight", "ffn_down.weight")):
+        elif name.endswith("ffn_gate_inp.weight"):
+            kind = GGMLType.F32
+        elif name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")):
             kind = more if is_kept_more_exact(int(name.split(".")[1]), num_layers) else base
         return kind if k % gguf.GGML_QUANT_SIZES[kind][0] == 0 else SMALL_BLOCKS[kind]
 
@@ -123,13 +130,13 @@ def tensor_types(quant: str, num_layers: int) -> Callable[[str, int], GGMLType]:
 def model_tensors(shape: Shape, quant: str) -> list[Tensor]:
     """All tensors in the order of the file; the output matrix is tied, as in every shape of SHAPES."""
     choose = tensor_types(quant, shape.num_layers)
-    gemma, qk_norm = shape.arch == "gemma3", shape.arch in ("gemma3", "qwen3")
+    gemma, qk_norm = shape.arch == "gemma3", shape.arch in ("gemma3", "qwen3", "qwen3moe")
     hidden, ff, q_size = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
     kv_size = shape.num_kv_heads * shape.head_dim
     tensors = []
 
-    def matrix(name: str, n: int, k: int) -> None:
-        tensors.append(Tensor(name, (n, k), choose(name, k)))
+    def matrix(name: str, *sizes: int) -> None:
+        tensors.append(Tensor(name, sizes, choose(name, sizes[-1])))
 
     def vector(name: str, n: int) -> None:
         tensors.append(Tensor(name, (n,), GGMLType.F32))
@@ -146,9 +153,15 @@ def model_tensors(shape: Shape, quant: str) -> list[Tensor]:
             vector(f"{blk}.attn_k_norm.weight", shape.head_dim)
         matrix(f"{blk}.attn_output.weight", hidden, q_size)
         vector(f"{blk}.ffn_norm.weight", hidden)
-        matrix(f"{blk}.ffn_gate.weight", ff, hidden)
-        matrix(f"{blk}.ffn_up.weight", ff, hidden)
-        matrix(f"{blk}.ffn_down.weight", hidden, ff)
+        if shape.num_experts:
+            matrix(f"{blk}.ffn_gate_inp.weight", shape.num_experts, hidden)
+            matrix(f"{blk}.ffn_gate_exps.weight", shape.num_experts, ff, hidden)
+            matrix(f"{blk}.ffn_up_exps.weight", shape.num_experts, ff, hidden)
+            matrix(f"{blk}.ffn_down_exps.weight", shape.num_experts, hidden, ff)
+        else:
+            matrix(f"{blk}.ffn_gate.weight", ff, hidden)
+            matrix(f"{blk}.ffn_up.weight", ff, hidden)
+            matrix(f"{blk}.ffn_down.weight", hidden, ff)
         if gemma:
             vector(f"{blk}.post_attention_norm.weight", hidden)
             vector(f"{blk}.post_ffw_norm.weight", hidden)
@@ -185,6 +198,10 @@ def model_metadata(name: str, shape: Shape) -> dict[str, object]:
         f"{arch}.rope.dimension_count": shape.head_dim,
         f"{arch}.vocab_size": shape.vocab_size,
     }
+    if shape.num_experts:
+        keys[f"{arch}.expert_count"] = shape.num_experts
+        keys[f"{arch}.expert_used_count"] = shape.experts_per_token
+        keys[f"{arch}.expert_feed_forward_length"] = shape.intermediate_size
     if shape.sliding_window:
         keys[f"{arch}.attention.sliding_window"] = shape.sliding_window
     return keys

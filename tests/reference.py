@@ -42,13 +42,14 @@ __all__ = [
 Float = NDArray[np.float64]
 
 GEMMAS = ("gemma", "gemma2", "gemma3")
+GRANITES = ("granite", "granitemoe")
 LAYER_NORM = ("cohere2", "command-r", "stablelm", "starcoder2")
 # These files keep the rows of Q and K in pairs (2i, 2i + 1).
-INTERLEAVED_ROPE = ("cohere2", "command-r", "granite", "internlm2", "llama", "mistral3", "smollm3")
+INTERLEAVED_ROPE = ("cohere2", "command-r", *GRANITES, "internlm2", "llama", "mistral3", "smollm3")
 PARALLEL = ("cohere2", "command-r", "stablelm")  # where a layer has no ffn_norm
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # this size scales scores by hidden / heads, not by head_dim
 WINDOWS = {"gemma2": 4096}  # where the file does not say
-WINDOW_PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "olmo2": 4}
+WINDOW_PERIODS = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Float:
@@ -210,14 +211,18 @@ class Transformer:
             self.weights[name] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         return self.weights[name]
 
-    def linear(self, x: Float, name: str, int8: bool) -> Float:
-        """x [T, K] through the matrix of that name, and its bias if there is one."""
+    def linear(self, x: Float, name: str, int8: bool, expert: int | None = None) -> Float:
+        """x [T, K] through the matrix of that name (or one of its experts), and its bias if there is one."""
         bias = self.weight(f"{name}.bias")
+        if bias is not None and expert is not None:
+            bias = bias[expert]
         if not int8:
-            return linear(x, self.weight(f"{name}.weight"), bias)
+            weight = np.atleast_2d(self.weight(f"{name}.weight"))
+            return linear(x, weight if expert is None else weight[expert], bias)
         tensor = self.tensors[f"{name}.weight"]
-        k, n = (int(size) for size in tensor.shape)
-        y = linear_int8(tensor.data.tobytes(), tensor.tensor_type, n, k, x.astype(np.float32))
+        k, n = (int(size) for size in (*tensor.shape, 1)[:2])
+        data = tensor.data if expert is None else tensor.data[expert]
+        y = linear_int8(data.tobytes(), tensor.tensor_type, n, k, x.astype(np.float32))
         return (y if bias is None else y + bias).astype(np.float64)
 
     def norm(self, x: Float, name: str) -> Float:
@@ -242,7 +247,7 @@ class Transformer:
         return bool(period[layer]) if isinstance(period, list) else period == 0 or (layer + 1) % period != 0
 
     def has_rope(self, layer: int) -> bool:
-        if self.architecture == "granite":
+        if self.architecture in GRANITES:
             return bool(self.get("rope.scaling.finetuned", True))
         if self.architecture == "smollm3":
             return (layer + 1) % 4 != 0
@@ -280,7 +285,7 @@ class Transformer:
         output = "output" if "output.weight" in self.tensors else "token_embd"
         logits = self.linear(self.hidden_states(token_ids, int8), output, int8)
         scale = self.get("logit_scale", 1.0)
-        logits = logits / scale if self.architecture == "granite" else logits * scale
+        logits = logits / scale if self.architecture in GRANITES else logits * scale
         cap = self.get("final_logit_softcapping", 30.0 if self.architecture == "gemma2" else 0.0)
         return cap * np.tanh(logits / cap) if cap else logits
 
@@ -300,12 +305,15 @@ class Transformer:
             blk = f"blk.{layer}"
             h = self.norm(x, f"{blk}.attn_norm")
             branch = self.attention(h, layer, int8)
-            branch = self.norm(branch, f"{blk}.post_attention_norm") * residual_scale
+            if self.architecture != "gpt-oss":  # where this is the norm before the feed-forward network
+                branch = self.norm(branch, f"{blk}.post_attention_norm")
+            branch = branch * residual_scale
             if self.architecture in PARALLEL and f"{blk}.ffn_norm.weight" not in self.tensors:
                 x = x + branch + self.feed_forward(h, blk, int8) * residual_scale
                 continue
             x = x + branch
-            branch = self.feed_forward(self.norm(x, f"{blk}.ffn_norm"), blk, int8)
+            norm = "post_attention_norm" if self.architecture == "gpt-oss" else "ffn_norm"
+            branch = self.feed_forward(self.norm(x, f"{blk}.{norm}"), blk, int8)
             x = x + self.norm(branch, f"{blk}.post_ffw_norm") * residual_scale
         return self.norm(x, "output_norm")
 
@@ -327,10 +335,10 @@ class Transformer:
             qkv = np.hstack([self.linear(h, f"{blk}.attn_{name}", int8) for name in "qkv"])
         sizes = np.cumsum([num_heads * head_dim, num_kv_heads * head_dim])
         q, k, v = np.split(qkv, sizes, axis=1)
-        if self.architecture == "olmo2":  # one norm for all heads
+        if self.architecture in ("olmo2", "olmoe"):  # one norm for all heads
             q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
         q, k, v = (a.reshape(len(h), -1, head_dim) for a in (q, k, v))  # [T, H or KVH, D]
-        if self.architecture != "olmo2":
+        if self.architecture not in ("olmo2", "olmoe"):
             q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
         if self.has_rope(layer):
             frequencies, magnitude = self.rope_frequencies(local, head_dim)
@@ -344,11 +352,15 @@ class Transformer:
             q = q * (1 + temperature * np.log(1 + positions // original))[:, None, None]
         if int8:
             k, v = k.astype(np.float16), v.astype(np.float16)
-        h = attention(q, k, v, scale, self.window() if local else 0, cap).reshape(len(h), -1)  # [T, H * D]
+        sinks = self.weight(f"{blk}.attn_sinks.weight")
+        h = attention(q, k, v, scale, self.window() if local else 0, cap, sinks)  # [T, H, D]
+        h = h.reshape(len(h), -1)
         return self.linear(h, f"{blk}.attn_output", int8)
 
     def feed_forward(self, h: Float, blk: str, int8: bool) -> Float:
         """h [T, K] through a layer's feed-forward network, without the norms around it: [T, K]."""
+        if f"{blk}.ffn_gate_inp.weight" in self.tensors:
+            return self.mixture(h, blk, int8)
         up = self.linear(h, f"{blk}.ffn_up", int8)  # [T, I], or gate and up in one
         if self.architecture == "starcoder2":
             return self.linear(gelu(up), f"{blk}.ffn_down", int8)
@@ -358,6 +370,28 @@ class Transformer:
             gate, up = np.split(up, 2, axis=1)
         h = (gelu(gate) if self.architecture in GEMMAS else silu(gate)) * up  # arXiv:2002.05202
         return self.linear(h, f"{blk}.ffn_down", int8)
+
+    def mixture(self, h: Float, blk: str, int8: bool) -> Float:
+        """h [T, K] through the experts that the router chooses, and through the shared one."""
+        act = swiglu_oai if self.architecture == "gpt-oss" else lambda gate, up: silu(gate) * up
+        normalized = self.architecture not in ("qwen2moe", "olmoe")
+        router_logits = self.linear(h, f"{blk}.ffn_gate_inp", int8)  # [T, E]
+        chosen, weights = route(router_logits, self.get("expert_used_count"), normalized)
+        out = np.zeros_like(h)
+        for expert in np.unique(chosen):
+            tokens, rank = np.nonzero(chosen == expert)
+            gate, up = (
+                self.linear(h[tokens], f"{blk}.ffn_{name}_exps", int8, expert) for name in ("gate", "up")
+            )
+            y = self.linear(act(gate, up), f"{blk}.ffn_down_exps", int8, expert)
+            out[tokens] += weights[tokens, rank][:, None] * y
+        if f"{blk}.ffn_up_shexp.weight" in self.tensors:
+            gate, up = (self.linear(h, f"{blk}.ffn_{name}_shexp", int8) for name in ("gate", "up"))
+            y = self.linear(act(gate, up), f"{blk}.ffn_down_shexp", int8)
+            if f"{blk}.ffn_gate_inp_shexp.weight" in self.tensors:
+                y = y * sigmoid(self.linear(h, f"{blk}.ffn_gate_inp_shexp", int8))
+            out += y
+        return out
 
 
 def forward(path: str | os.PathLike[str], token_ids: Sequence[int], int8: bool = False) -> Float:

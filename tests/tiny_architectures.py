@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_gguf import FAMILIES, write_tiny_model
+from tiny_gguf import EXPERT_KEYS, FAMILIES, write_tiny_model
 
 PROMPT = [int(t) for t in np.random.default_rng(5).integers(0, 256, 40)]
 MAX_MODEL_LEN = 512  # what the files say: longer than some models' original context, which changes their RoPE
@@ -48,8 +48,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
             "gemma3.rope.scaling.factor": 8.0,
         },
     },
+    "gpt-oss": {"arch": "gpt-oss", "layers": 3, "tied": False},
     "granite": {"arch": "granite"},
     "granite-no-rope": {"arch": "granite", "metadata": {"granite.rope.scaling.finetuned": False}},
+    "granitemoe": {"arch": "granitemoe"},
+    "granitemoe-shared": {
+        "arch": "granitemoe",
+        "family": FAMILIES["granitemoe"]._replace(shared_experts=1, expert_keys=EXPERT_KEYS[1:]),
+    },
     "internlm2": {"arch": "internlm2", "tied": False},
     "llama": {"arch": "llama"},
     "llama-biases": {
@@ -61,6 +67,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama-rope-freqs": {"arch": "llama", "rope_freqs": [1, 1, 1, 1, 8, 8, 8, 8]},
     "llama-yarn": {"arch": "llama", "metadata": _keys("llama", _YARN)},
     "mistral3": {"arch": "mistral3", "head_dim": 32},
+    "mixtral": {"arch": "llama", "tied": False, "family": FAMILIES["llama"]._replace(num_experts=6)},
     "olmo2": {"arch": "olmo2", "tied": False, "heads": 4, "kv_heads": 4},
     "olmo3": {
         "arch": "olmo2",
@@ -69,6 +76,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": 12,
         "metadata": _keys("olmo2", _YARN),
     },
+    "olmoe": {"arch": "olmoe", "kv_heads": 4, "tied": False},
     "phi3": {"arch": "phi3", "tied": False},
     "phi3-long": {
         "arch": "phi3",
@@ -85,14 +93,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3-short": {"arch": "phi3", "rope_factors": _FACTORS},
     "phi3-partial": {"arch": "phi3", "head_dim": 16, "rope_dim": 12},
     "qwen2": {"arch": "qwen2"},
+    "qwen2moe": {"arch": "qwen2moe", "tied": False},
     "qwen3": {"arch": "qwen3", "head_dim": 32},
+    "qwen3moe": {"arch": "qwen3moe"},
     "smollm3": {"arch": "smollm3", "layers": 5},
     "stablelm": {"arch": "stablelm", "tied": False, "rope_dim": 4, "qkv_bias": True},
     "stablelm-parallel": {
         "arch": "stablelm",
         "tied": False,
         "rope_dim": 8,
-        "family": FAMILIES["stablelm"]._replace(ffn_norm=False, qk_norm="heads"),
+        "family": FAMILIES["stablelm"]._replace(ffn_norm="", qk_norm="heads"),
     },
     "starcoder2": {"arch": "starcoder2"},
 }

@@ -21,6 +21,7 @@ BOS_TOKEN_ID = 256 + CONTROL_TOKENS.index("<|im_start|>")
 
 EMBEDDING_SPREAD = 0.6  # the last token and the layers then weigh about the same in the next token
 QUERY_SPREAD = 2.5  # attention that chooses: an average over all tokens would settle on one answer
+ROUTER_SPREAD = 2.0  # experts of a token then weigh differently, and the next in rank is not too near
 LOGITS_SPREAD = 4.0  # large enough that the best token leads clearly
 NORMAL_TOKEN, CONTROL_TOKEN, UNUSED_TOKEN = 1, 3, 5
 
@@ -31,7 +32,7 @@ class Family(NamedTuple):
     eps_key: str = "layer_norm_rms_epsilon"
     norm_bias: bool = False
     attn_norm: bool = True
-    ffn_norm: bool = True
+    ffn_norm: str = "ffn_norm"  # its name
     post_norms: bool = False
     qk_norm: str = (
         ""  # weights of "head": one for each head alike, "heads": for each its own, "row": for all together
@@ -40,17 +41,24 @@ class Family(NamedTuple):
     gated: bool = True
     biases: tuple[str, ...] = ()  # matrices that have one
     scaled_embedding: bool = False
+    attn_sinks: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 2
+    shared_experts: int = 0  # so many times the size of the others
+    shared_gate: bool = False
+    expert_keys: tuple[str, ...] = ()  # sizes of experts that the files give, of EXPERT_KEYS
     keys: Mapping[str, object] = {}  # behind the architecture's name
 
 
+EXPERT_KEYS = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
 _EPS = "layer_norm_epsilon"
+_ATTN = ("attn_q", "attn_k", "attn_v", "attn_output")
+_GRANITE_KEYS = {"attention.scale": 0.5, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 3.0}
 FAMILIES = {
-    "cohere2": Family(
-        eps_key=_EPS, ffn_norm=False, keys={"logit_scale": 0.25, "attention.sliding_window": 12}
-    ),
-    "command-r": Family(eps_key=_EPS, ffn_norm=False, keys={"logit_scale": 0.0625}),
+    "cohere2": Family(eps_key=_EPS, ffn_norm="", keys={"logit_scale": 0.25, "attention.sliding_window": 12}),
+    "command-r": Family(eps_key=_EPS, ffn_norm="", keys={"logit_scale": 0.0625}),
     "exaone": Family(),
-    "exaone4": Family(attn_norm=False, ffn_norm=False, post_norms=True, qk_norm="head"),
+    "exaone4": Family(attn_norm=False, ffn_norm="", post_norms=True, qk_norm="head"),
     "gemma": Family(scaled_embedding=True),
     "gemma2": Family(
         post_norms=True,
@@ -62,14 +70,21 @@ FAMILIES = {
         },
     ),
     "gemma3": Family(post_norms=True, qk_norm="head", scaled_embedding=True),
-    "granite": Family(
+    "gpt-oss": Family(
+        ffn_norm="post_attention_norm",
+        biases=(*_ATTN, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        attn_sinks=True,
+        num_experts=6,
+        expert_keys=EXPERT_KEYS[:1],
         keys={
-            "attention.scale": 0.5,
-            "embedding_scale": 6.0,
-            "residual_scale": 0.4,
-            "logit_scale": 3.0,
-        }
+            "attention.sliding_window": 12,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+        },
     ),
+    "granite": Family(keys=_GRANITE_KEYS),
+    "granitemoe": Family(num_experts=5, keys=_GRANITE_KEYS),
     "internlm2": Family(),
     "llama": Family(),
     "mistral3": Family(
@@ -82,17 +97,22 @@ FAMILIES = {
             "rope.scaling.yarn_log_multiplier": 0.5,
         }
     ),
-    "olmo2": Family(attn_norm=False, ffn_norm=False, post_norms=True, qk_norm="row"),
+    "olmo2": Family(attn_norm=False, ffn_norm="", post_norms=True, qk_norm="row"),
+    "olmoe": Family(qk_norm="row", num_experts=8, experts_per_token=3),
     "phi3": Family(fused=True),
-    "qwen2": Family(biases=("attn_q", "attn_k", "attn_v")),
+    "qwen2": Family(biases=_ATTN[:3]),
+    "qwen2moe": Family(
+        biases=_ATTN[:3], num_experts=6, shared_experts=2, shared_gate=True, expert_keys=EXPERT_KEYS
+    ),
     "qwen3": Family(qk_norm="head"),
+    "qwen3moe": Family(qk_norm="head", num_experts=7, experts_per_token=3, expert_keys=EXPERT_KEYS[:1]),
     "smollm3": Family(),
     "stablelm": Family(eps_key=_EPS, norm_bias=True),
     "starcoder2": Family(
         eps_key=_EPS,
         norm_bias=True,
         gated=False,
-        biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down"),
+        biases=(*_ATTN, "ffn_up", "ffn_down"),
     ),
 }
 
@@ -149,11 +169,12 @@ def write_tiny_model(
     """Write a random model of one of FAMILIES; the same arguments give the same bytes.
 
     quant: the type of all matrices, or types by the first pattern that matches a tensor's name, as in
-    {"*.ffn_down.*": "Q6_K", "*": "Q4_K"}; the rest is F32. hidden and ff default to 64 and 96, with K-quants
-    to 256 and 512. family replaces the architecture's row. qkv_bias defaults to what the architecture has.
-    rope_dim: elements of a head with RoPE. rope_factors: of "long" and "short" contexts.
-    poisoned_token: one element of its embedding, which must be F32, is NaN. metadata adds keys or replaces
-    them. Raises ValueError when the blocks of a type do not divide a matrix.
+    {"*.ffn_down.*": "Q6_K", "*": "Q4_K"}; the rest, and routers, are F32. hidden and ff default to 64 and 96,
+    with K-quants to 256 and 512; experts have a third of that, with K-quants 256. family replaces the
+    architecture's row. qkv_bias defaults to what the architecture has. rope_dim: elements of a head with RoPE.
+    rope_factors: of "long" and "short" contexts. poisoned_token: one element of its embedding, which must be
+    F32, is NaN. metadata adds keys or replaces them. Raises ValueError when the blocks of a type do not divide
+    a matrix.
     """
     patterns = {"*": quant} if isinstance(quant, str) else quant
     is_super = any(gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == gguf.QK_K for name in patterns.values())
@@ -162,22 +183,42 @@ def write_tiny_model(
     head_dim = head_dim or hidden // heads
     family = family or FAMILIES[arch]
     q_size, kv_size = heads * head_dim, kv_heads * head_dim
+    expert_ff = 256 if is_super else ff // 3
+    shared_ff = family.shared_experts * expert_ff
     rng = np.random.default_rng(seed)
     tensors: list[Tensor] = []
 
-    def matrix(name: str, n: int, k: int, spread: float | None = None) -> None:
+    def matrix(name: str, n: int, k: int, spread: float | None = None, num: int = 0) -> None:
         kind = GGMLType[next((patterns[p] for p in patterns if fnmatchcase(name, p)), "F32")]
-        data = random_weights(kind, n, k, k**-0.5 if spread is None else spread, rng)
-        tensors.append((name, (n, k), int(kind), data.tobytes()))
+        data = random_weights(kind, (num or 1) * n, k, k**-0.5 if spread is None else spread, rng)
+        tensors.append((name, (num, n, k) if num else (n, k), int(kind), data.tobytes()))
 
     def vector(name: str, n: int | tuple[int, int], mean: float = 1.0, spread: float = 0.1) -> None:
         values = mean + spread * rng.standard_normal(n)
         tensors.append((name, values.shape, int(GGMLType.F32), values.astype("<f4").tobytes()))
 
-    def linear(name: str, n: int, k: int, spread: float | None = None, bias: bool = False) -> None:
-        matrix(f"{name}.weight", n, k, spread)
+    def linear(
+        name: str, n: int, k: int, spread: float | None = None, bias: bool = False, num: int = 0
+    ) -> None:
+        """One matrix, or one for each of so many experts."""
+        matrix(f"{name}.weight", n, k, spread, num)
         if bias or name.split(".")[-1] in family.biases:
-            vector(f"{name}.bias", n, 0.0, 0.3)
+            vector(f"{name}.bias", (num, n) if num else n, 0.0, 0.3)
+
+    def mixture(blk: str) -> None:
+        num = family.num_experts
+        vector(f"{blk}.ffn_gate_inp.weight", (num, hidden), 0.0, ROUTER_SPREAD * hidden**-0.5)
+        if "ffn_gate_inp" in family.biases:
+            vector(f"{blk}.ffn_gate_inp.bias", num, 0.0, 0.3)
+        linear(f"{blk}.ffn_gate_exps", expert_ff, hidden, num=num)
+        linear(f"{blk}.ffn_up_exps", expert_ff, hidden, num=num)
+        linear(f"{blk}.ffn_down_exps", hidden, expert_ff, num=num)
+        if family.shared_gate:
+            vector(f"{blk}.ffn_gate_inp_shexp.weight", hidden, 0.0, hidden**-0.5)
+        if shared_ff:
+            linear(f"{blk}.ffn_gate_shexp", shared_ff, hidden)
+            linear(f"{blk}.ffn_up_shexp", shared_ff, hidden)
+            linear(f"{blk}.ffn_down_shexp", hidden, shared_ff)
 
     def norm(name: str, n: int = hidden, mean: float = 1.0, spread: float = 0.1) -> None:
         vector(f"{name}.weight", n, mean, spread)
@@ -209,12 +250,17 @@ def write_tiny_model(
             if shape:
                 vector(f"{blk}.attn_{name}_norm.weight", shape, mean)
         linear(f"{blk}.attn_output", hidden, q_size)
+        if family.attn_sinks:
+            vector(f"{blk}.attn_sinks.weight", heads, 0.0, 1.0)
         if family.ffn_norm:
-            norm(f"{blk}.ffn_norm")
-        if family.gated and not family.fused:
-            linear(f"{blk}.ffn_gate", ff, hidden)
-        linear(f"{blk}.ffn_up", 2 * ff if family.fused else ff, hidden)
-        linear(f"{blk}.ffn_down", hidden, ff)
+            norm(f"{blk}.{family.ffn_norm}")
+        if family.num_experts:
+            mixture(blk)
+        else:
+            if family.gated and not family.fused:
+                linear(f"{blk}.ffn_gate", ff, hidden)
+            linear(f"{blk}.ffn_up", 2 * ff if family.fused else ff, hidden)
+            linear(f"{blk}.ffn_down", hidden, ff)
         if family.post_norms:
             norm(f"{blk}.post_attention_norm")
             norm(f"{blk}.post_ffw_norm")
@@ -235,7 +281,7 @@ def write_tiny_model(
         f"{arch}.block_count": layers,
         f"{arch}.context_length": context_length,
         f"{arch}.embedding_length": hidden,
-        f"{arch}.feed_forward_length": ff,
+        f"{arch}.feed_forward_length": expert_ff if family.num_experts else ff,
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": kv_heads,
         f"{arch}.attention.key_length": head_dim,
@@ -247,6 +293,11 @@ def write_tiny_model(
         **byte_level_tokenizer(vocab),
         **{f"{arch}.{key}": value for key, value in family.keys.items()},
     }
+    if family.num_experts:
+        keys[f"{arch}.expert_count"] = family.num_experts
+        keys[f"{arch}.expert_used_count"] = family.experts_per_token
+        sizes = zip(EXPERT_KEYS, (expert_ff, shared_ff), strict=True)
+        keys.update({f"{arch}.{key}": size for key, size in sizes if key in family.expert_keys})
     if sliding_window:
         keys[f"{arch}.attention.sliding_window"] = sliding_window
     keys.update(metadata or {})
