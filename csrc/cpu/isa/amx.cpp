@@ -98,14 +98,15 @@ int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearAr
 template <int Type>
 void linear_tiles(const LinearArgs& args, int begin, int end) {
   if (args.rows < kTileRows) return kernels_avx512_vnni().linear[Type](args, begin, end);
-  const TileScope scope(kFormats[Type].is_halved() ? 16 : 32);
+  use_tiles(kFormats[Type].is_halved() ? 16 : 32);
   linear_quantized<Type>(args, begin, end, multiply_tiles<Type>);
+  release_tiles();
 }
 
 void dot_products_by_tiles(const uint8_t* codes, const int8_t* x, float* out) {
   constexpr int kIn = 32 * kMaxChunk;
   alignas(64) int32_t dots[kRowBlock * kTileCols];
-  const TileScope scope(32);
+  use_tiles(32);
   tile_zero<0>();
   tile_zero<1>();
   tile_zero<2>();
@@ -126,20 +127,21 @@ void dot_products_by_tiles(const uint8_t* codes, const int8_t* x, float* out) {
   tile_store<1>(dots + 256, 64);
   tile_store<2>(dots + 512, 64);
   tile_store<3>(dots + 768, 64);
+  release_tiles();
   for (int r = 0; r < kRowBlock; ++r) store(out + r * kTileCols, to_float(iload(dots + r * kTileCols)));
 }
 
 template <int Type = int(PackedType::kFirstQuantized)>
-void use_tiles(Kernels& table) {
+void replace_linear(Kernels& table) {
   table.linear[Type] = &linear_tiles<Type>;
-  if constexpr (Type + 1 < kNumPackedTypes) use_tiles<Type + 1>(table);
+  if constexpr (Type + 1 < kNumPackedTypes) replace_linear<Type + 1>(table);
 }
 
 Kernels make_amx_table() {
   Kernels table = kernels_avx512_vnni();
   table.name = "amx";
   table.dot_products = &dot_products_by_tiles;
-  use_tiles(table);
+  replace_linear(table);
   return table;
 }
 }  // namespace

@@ -88,17 +88,12 @@ inline void tile_dot() {
 
 #endif
 
-// The shapes of dot products over `depth` k, for as long as it lives: tiles in use make a thread's switches dearer.
-class TileScope {
- public:
-  explicit TileScope(int depth) {
-    TileShapes shapes;
-    for (int t = 0; t < 8; ++t) {
-      shapes.rows[t] = uint8_t(t < 6 ? kTileRows : depth / 4);
-      shapes.row_bytes[t] = uint16_t(t == 4 || t == 5 ? depth : 64);
-    }
-    load_shapes(shapes);
+// Shapes of dot products over `depth` k. release_tiles comes after them: tiles in use make a thread's switches dearer.
+inline void use_tiles(int depth) {
+  TileShapes shapes;
+  for (int t = 0; t < 8; ++t) {
+    shapes.rows[t] = uint8_t(t < 6 ? kTileRows : depth / 4);
+    shapes.row_bytes[t] = uint16_t(t == 4 || t == 5 ? depth : 64);
   }
-  ~TileScope() { release_tiles(); }
-  TileScope(const TileScope&) = delete;
-};
+  load_shapes(shapes);
+}
