@@ -132,12 +132,12 @@ void dot_products_by_tiles(const uint8_t* codes, const int8_t* x, float* out) {
 }
 
 template <int Type = int(PackedType::kFirstQuantized)>
-void replace_linear(Kernels& table) {
+void replace_linear(Kernels& table) noexcept {
   table.linear[Type] = &linear_tiles<Type>;
   if constexpr (Type + 1 < kNumPackedTypes) replace_linear<Type + 1>(table);
 }
 
-Kernels make_amx_table() {
+Kernels make_amx_table() noexcept {
   Kernels table = kernels_avx512_vnni();
   table.name = "amx";
   table.dot_products = &dot_products_by_tiles;
