@@ -141,8 +141,7 @@ class Benchmark:
                 f"the KV cache of {after.num_blocks * engine.runner.block_size} tokens together"
             )
         queries = after.prefix_queries - before.prefix_queries - depth_tokens
-        kv_use = 1 - after.free_blocks / after.num_blocks
-        return Measurement(workload, middle - start, end - middle, hits / queries, kv_use)
+        return Measurement(workload, middle - start, end - middle, hits / queries, after.kv_cache_usage)
 
     def _max_prefill_steps(self, workload: Workload) -> int:
         """The most steps until every request has its first token, if all run together."""

@@ -12,12 +12,13 @@ import operator
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from rvllm.block_manager import BlockManager
+import numpy as np
+
+from rvllm.block_manager import BlockManager, BlockTables, KVGroup
 from rvllm.grammar import GrammarCompiler
 from rvllm.request import CompletionOutput, Request, RequestOutput, SampledToken
 from rvllm.request_group import RequestGroup
@@ -25,7 +26,6 @@ from rvllm.sampling_params import SamplingParams
 from rvllm.scheduler import Scheduler, SchedulerOutput
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from rvllm._core import Pooler
@@ -38,7 +38,7 @@ _UINT64 = 2**64 - 1
 class Runner(Protocol):
     """What computes a step: ModelRunner, or a fake one in tests."""
 
-    num_blocks: int
+    kv_groups: list[KVGroup]
     block_size: int
     vocab_size: int
 
@@ -56,7 +56,7 @@ class Runner(Protocol):
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]: ...
 
     def get_logits(
-        self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0
+        self, token_ids: Sequence[int], start: int, block_tables: BlockTables, first: int
     ) -> NDArray[np.float32]: ...
 
 
@@ -80,13 +80,13 @@ class EngineStats:
     preemptions: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    free_blocks: int = 0
+    free_blocks: int = (
+        0  # of the first group of layers, as are allocated_blocks and num_blocks; cached ones count
+    )
     num_blocks: int = 0
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the blocks that requests hold, 0 to 1; blocks that are only cached count as free."""
-        return (self.num_blocks - self.free_blocks) / self.num_blocks if self.num_blocks else 0.0
+    kv_cache_usage: float = (
+        0.0  # share of the blocks that requests hold, in the group that has the fewest left
+    )
 
 
 class LLMEngine:
@@ -105,7 +105,10 @@ class LLMEngine:
                 f"{model_config.context_length} tokens"
             )
         self.block_manager = BlockManager(
-            runner.num_blocks, runner.block_size, engine_config.enable_prefix_caching
+            runner.kv_groups,
+            runner.block_size,
+            engine_config.max_num_batched_tokens,
+            engine_config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
             self.block_manager, engine_config.max_num_seqs, engine_config.max_num_batched_tokens
@@ -201,7 +204,7 @@ class LLMEngine:
         Raises ValueError as prepare() does, and for a model whose kind of pooling is not supported.
         """
         text, token_ids = self._encode(prompt)
-        num_tokens, num_slots = len(token_ids), self.runner.num_blocks * self.runner.block_size
+        num_tokens, num_slots = len(token_ids), self.block_manager.max_num_tokens
         if num_tokens > min(self.max_model_len, num_slots):
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, but max_model_len is {self.max_model_len} and the KV cache holds "
@@ -263,12 +266,13 @@ class LLMEngine:
             generation_tokens=self._generation_tokens,
             prefix_queries=self.scheduler.prefix_queries,
             prefix_hits=self.scheduler.prefix_hits,
-            allocated_blocks=self.block_manager.num_allocations,
+            allocated_blocks=self.block_manager.pools[0].num_allocations,
             preemptions=self.scheduler.num_preemptions,
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             free_blocks=self.block_manager.num_free_blocks,
             num_blocks=self.block_manager.num_blocks,
+            kv_cache_usage=self.block_manager.usage,
         )
 
     def step(self) -> list[RequestOutput]:
@@ -313,21 +317,19 @@ class LLMEngine:
             raise ValueError(f"token_ids must hold 1 to {self.max_model_len} token ids, got {len(ids)}")
         if not 0 <= first <= len(ids):
             raise ValueError(f"first must be between 0 and the {len(ids)} tokens, got {first}")
-        with self._borrowed_blocks(len(ids)) as block_table:
-            return self.runner.get_logits(ids, block_table, first)
-
-    @contextmanager
-    def _borrowed_blocks(self, num_tokens: int) -> Iterator[list[int]]:
-        """A block table for a computation between two steps; requests that run may have to give way to it."""
-        needed, available = self.block_manager.blocks_for(num_tokens), self.block_manager.num_blocks
-        if needed > available:
-            raise ValueError(f"{num_tokens} tokens need {needed} KV-cache blocks, {available} are available")
-        self.scheduler.make_room(needed)
-        block_table = self.block_manager.allocate((), num_tokens)
+        manager = self.block_manager
+        self._check_fits(len(ids), f"{len(ids)} tokens need")
+        logits = np.empty((len(ids) - first, self.runner.vocab_size), np.float32)
+        block_tables = manager.empty_tables()
         try:
-            yield block_table
+            for start in range(0, len(ids), manager.max_num_batched_tokens):
+                part = ids[start : start + manager.max_num_batched_tokens]
+                self.scheduler.make_room(block_tables, start, len(ids))
+                rows = self.runner.get_logits(part, start, block_tables, first)
+                logits[max(start - first, 0) : max(start + len(part) - first, 0)] = rows
         finally:
-            self.block_manager.free(block_table)
+            manager.free(block_tables)
+        return logits
 
     def _append(self, step: SchedulerOutput, tokens: list[SampledToken]) -> None:
         """Gives each request that has sampled its token, and everybody their outputs."""
@@ -406,17 +408,21 @@ class LLMEngine:
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} for "
                 "prompt and answer together"
             )
-        num_slots = self.runner.num_blocks * self.runner.block_size
         if max_tokens is None:
-            max_tokens = max(1, num_slots + 1 - num_prompt_tokens)
+            max_tokens = max(1, self.block_manager.max_num_tokens + 1 - num_prompt_tokens)
         length = min(num_prompt_tokens + max_tokens, self.max_model_len)
-        if length - 1 > num_slots:
-            raise ValueError(
-                f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need "
-                f"{self.block_manager.blocks_for(length - 1)} KV-cache blocks, {self.runner.num_blocks} are "
-                "available"
-            )
+        self._check_fits(
+            length - 1, f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need"
+        )
         return length
+
+    def _check_fits(self, num_tokens: int, what: str) -> None:
+        """Refuses tokens that no request can ever hold in the KV cache."""
+        most, blocks_for = self.block_manager.max_num_tokens, self.block_manager.blocks_for
+        if num_tokens > most:
+            raise ValueError(
+                f"{what} {blocks_for(num_tokens)} KV-cache blocks, {blocks_for(most)} are available"
+            )
 
     def _request_seed(self, seed: int | None) -> int:
         number = next(self._request_numbers)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rvllm import _batch, _core
+from rvllm.block_manager import BlockTables, KVGroup
 from rvllm.config import EngineConfig, ModelConfig
 from rvllm.gguf_file import GGUFError, GGUFFile, printable
+from rvllm.kv_groups import KVGroupSizes
 from rvllm.profile import Profile
 from rvllm.request import Request, SampledToken
 from rvllm.sampling_params import SamplingParams
@@ -49,40 +51,24 @@ class ModelRunner:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self._model = _load_model(self.backend, gguf, model_config, config.dtype)
         kv_type = getattr(_core.KVType, config.kv_cache_dtype)
-        self._num_groups = len(self._model.windows)
-        self.kv_bytes_per_block = sum(
-            self._model.kv_cache_bytes(group, 1, config.block_size, kv_type)
-            for group in range(self._num_groups)
+        windows = self._model.windows
+        block_bytes = [
+            self._model.kv_cache_bytes(group, 1, config.block_size, kv_type) for group in range(len(windows))
+        ]
+        self.kv_bytes_per_block = sum(block_bytes)
+        sizes = KVGroupSizes(
+            windows,
+            block_bytes,
+            config.block_size,
+            config.max_model_len or model_config.context_length,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
         )
-        self.num_blocks = self._choose_num_blocks(model_config, config)
-        self._model.alloc_kv_cache([self.num_blocks] * self._num_groups, config.block_size, kv_type)
+        self.kv_groups = _choose_kv_groups(sizes, config)
+        num_blocks = [group.num_blocks for group in self.kv_groups]
+        self._model.alloc_kv_cache(num_blocks, config.block_size, kv_type)
         if self.profile is not None:
             self.profile.reset()  # threads have repacked weights
-
-    def _choose_num_blocks(self, model_config: ModelConfig, config: EngineConfig) -> int:
-        if config.num_blocks is not None:
-            num_blocks = config.num_blocks
-        elif config.kv_cache_memory is not None:
-            num_blocks = config.kv_cache_memory // self.kv_bytes_per_block
-            if num_blocks == 0:
-                raise ValueError(
-                    f"kv_cache_memory of {config.kv_cache_memory} bytes is less than one block of "
-                    f"{self.kv_bytes_per_block} bytes"
-                )
-        else:
-            # Enough for every request at full length, within a share of the memory that leaves room for others.
-            max_model_len = config.max_model_len or model_config.context_length
-            most = config.max_num_seqs * -(-max_model_len // config.block_size)
-            budget = min(_DEFAULT_KV_CACHE_BYTES, available_memory() // 2)
-            num_blocks = max(1, min(most, budget // self.kv_bytes_per_block))
-        needed, available = num_blocks * self.kv_bytes_per_block, available_memory()
-        if needed > available:
-            raise ValueError(
-                f"a KV cache of {num_blocks} blocks needs {needed} bytes, {available} are available"
-            )
-        if num_blocks * config.block_size >= 2**31:
-            raise ValueError(f"{num_blocks} blocks of {config.block_size} tokens are more than 2^31 slots")
-        return num_blocks
 
     def make_pooler(self, num_tokens: int) -> _core.Pooler:
         """State from which a prompt of num_tokens is embedded. Raises ValueError where the model cannot be pooled."""
@@ -118,7 +104,7 @@ class ModelRunner:
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]:
         """Computes the next num_tokens of each request; returns a token (or an embedding, or an error) for each request
         that has reached its last known one, in order. Prompt log-probabilities go to the requests."""
-        arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size, self._num_groups)
+        arrays, requests, readers, pooled = _batch.fill(scheduled, self.block_size)
         grammars = [
             (request.sampler, request.grammar)
             for request, reader in zip(requests, readers, strict=True)
@@ -154,34 +140,58 @@ class ModelRunner:
         return [results[request] for request, _ in scheduled if request in results]
 
     def get_logits(
-        self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0
+        self, token_ids: Sequence[int], start: int, block_tables: BlockTables, first: int
     ) -> NDArray[np.float32]:
-        """Logits [T - first, vocab_size] from position `first` on; K and V go into the blocks of block_table."""
-        ids = np.asarray(token_ids, np.int32)
-        table = np.asarray(block_table, np.int32)
-        logits = np.empty((len(ids) - first, self.vocab_size), np.float32)
-        for start in range(0, len(ids), self.max_num_batched_tokens):
-            stop = min(start + self.max_num_batched_tokens, len(ids))
-            positions = np.arange(start, stop, dtype=np.int32)
-            slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-            count = stop - start
-            wanted = np.arange(max(first - start, 0), count, dtype=np.int32)
-            arrays = _core.StepArrays(
-                ids[start:stop],
-                positions,
-                np.tile(slots, (self._num_groups, 1)),
-                np.array([0, count], np.int32),
-                np.array([stop], np.int32),
-                np.tile(table, (self._num_groups, 1, 1)),
-                wanted,
-            )
-            with self._timed(1, count):
-                logits[max(start - first, 0) : max(stop - first, 0)] = self._model.logits(arrays)
-        return logits
+        """One step for token_ids, at the positions from start on: logits [rows, vocab_size] of those from `first` on.
+
+        block_tables hold the tokens before, and have room for these.
+        """
+        count = len(token_ids)
+        positions = np.arange(start, start + count, dtype=np.int32)
+        tables = np.array(
+            [table[: -(-(start + count) // self.block_size)] for table in block_tables], np.int32
+        )
+        slots = tables[:, positions // self.block_size] * self.block_size + positions % self.block_size
+        arrays = _core.StepArrays(
+            np.asarray(token_ids, np.int32),
+            positions,
+            slots,
+            np.array([0, count], np.int32),
+            np.array([start + count], np.int32),
+            tables[:, None, :],
+            np.arange(max(first - start, 0), count, dtype=np.int32),
+        )
+        with self._timed(1, count):
+            return self._model.logits(arrays)
 
     def _timed(self, num_requests: int, num_tokens: int) -> AbstractContextManager[None]:
         """Around a native call."""
         return nullcontext() if self.profile is None else self.profile.native_call(num_requests, num_tokens)
+
+
+def _choose_kv_groups(sizes: KVGroupSizes, config: EngineConfig) -> list[KVGroup]:
+    if config.num_blocks is not None:
+        groups = sizes.for_blocks(config.num_blocks)
+    elif config.kv_cache_memory is not None:
+        groups = sizes.for_bytes(config.kv_cache_memory)
+        if groups[0].num_blocks == 0:
+            raise ValueError(
+                f"kv_cache_memory of {config.kv_cache_memory} bytes is less than one block of "
+                f"{sum(sizes.block_bytes)} bytes"
+            )
+    else:
+        # Enough for every request at full length, within a share of the memory that leaves room for others.
+        most = sizes.for_blocks(config.max_num_seqs * -(-sizes.max_model_len // sizes.block_size))
+        budget = min(_DEFAULT_KV_CACHE_BYTES, available_memory() // 2)
+        groups = (
+            most if sizes.num_bytes(most) <= budget else sizes.for_bytes(max(budget, sum(sizes.block_bytes)))
+        )
+    num_blocks, needed, available = groups[0].num_blocks, sizes.num_bytes(groups), available_memory()
+    if needed > available:
+        raise ValueError(f"a KV cache of {num_blocks} blocks needs {needed} bytes, {available} are available")
+    if num_blocks * sizes.block_size >= 2**31:
+        raise ValueError(f"{num_blocks} blocks of {sizes.block_size} tokens are more than 2^31 slots")
+    return groups
 
 
 def _embedding(pooler: _core.Pooler) -> SampledToken:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from rvllm.block_manager import Prefix
+from rvllm.block_manager import BlockTables, Prefix
 from rvllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,18 +38,18 @@ class Request:
     """One generation, one choice of one prompt, or an embedding. Hashed by identity.
 
     token_ids: prompt + output, one list that grows. K/V of token_ids[:num_computed_tokens] is stored in the
-    blocks of block_table; preemption sets num_computed_tokens back to 0 and empties the table.
+    blocks of block_tables, one table a group of layers; preemption sets num_computed_tokens back to 0 and drops them.
     max_num_tokens: prompt + output length at which the request ends with "length".
     grammar: where the answer stands in its structured output; it takes each token once, when that is sampled.
-    priority: the lowest is served first; of equals, the one that was added first (key). prefix: what was found of
-    token_ids in the prefix cache while it waits. sampler, pooler: native state; a request has one of them.
+    priority: the lowest is served first; of equals, the one that was added first (key). prefix: what is known of
+    token_ids in the prefix cache. sampler, pooler: native state; a request has one of them.
     prompt_logprobs: grows with the prompt, if asked for: an entry for each token, None for the first.
     error: what has gone wrong with them. start_time: time.monotonic() when it began to run, None before.
     """
 
     __slots__ = (
         "arrival_step",
-        "block_table",
+        "block_tables",
         "error",
         "finish_reason",
         "grammar",
@@ -107,7 +107,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.start_time: float | None = None
-        self.block_table: list[int] = []
+        self.block_tables: BlockTables = []
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

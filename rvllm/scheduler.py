@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from operator import attrgetter
 
-from rvllm.block_manager import BlockManager, Prefix
+from rvllm.block_manager import BlockManager, BlockTables, Prefix
 from rvllm.request import Request, RequestStatus
 
 _key = attrgetter("key")
@@ -94,7 +94,7 @@ class Scheduler:
         if i < len(queue) and queue[i] is request:
             del queue[i]
         # else it has not arrived, and is dropped from the heap later
-        self.block_manager.free(request.block_table)
+        self.block_manager.free(request.block_tables)
         request.status = RequestStatus.FINISHED
         self._num_unfinished -= 1
 
@@ -106,10 +106,13 @@ class Scheduler:
         self._num_unfinished = 0
         self.block_manager.reset()
 
-    def make_room(self, num_blocks: int) -> None:
-        """Preempts the last running requests until num_blocks blocks, of the pool's, are free."""
-        while self.block_manager.num_free_blocks < num_blocks and self._running:
+    def make_room(self, block_tables: BlockTables, start: int, num_tokens: int) -> bool:
+        """Has block_tables, of no request, hold tokens [start, num_tokens); preempts the last running ones for it."""
+        while not self.block_manager.append(block_tables, start, num_tokens):
+            if not self._running:
+                return False
             self._preempt(self._running.pop())
+        return True
 
     def schedule(self) -> SchedulerOutput:
         """Chooses the tokens of the next step and gives them their blocks.
@@ -121,9 +124,11 @@ class Scheduler:
         prompts: list[Request] = []  # partly computed
         num_decode_tokens = 0
         for request in self._running:  # loses only those at its end
+            if not self._append_blocks(request):
+                continue
             if len(request.token_ids) - request.num_computed_tokens > 1:
                 prompts.append(request)
-            elif self._append_block(request):
+            else:
                 self._schedule(request, 1, scheduled)
                 num_decode_tokens += request.num_output_tokens > 0
         num_prefill_tokens = len(scheduled) - num_decode_tokens
@@ -145,12 +150,15 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises RuntimeError naming the first invariant that does not hold."""
         for request in self._running:
-            num_slots = len(request.block_table) * self.block_manager.block_size
-            if request.status is not RequestStatus.RUNNING or request.num_computed_tokens > num_slots:
-                raise RuntimeError(f"running request with {num_slots} slots is {request!r}")
+            if request.status is not RequestStatus.RUNNING or not request.block_tables:
+                raise RuntimeError(
+                    f"running request with {len(request.block_tables)} block tables is {request!r}"
+                )
         for request in self._waiting:
-            if request.status is not RequestStatus.WAITING or request.block_table:
-                raise RuntimeError(f"waiting request with {len(request.block_table)} blocks is {request!r}")
+            if request.status is not RequestStatus.WAITING or request.block_tables:
+                raise RuntimeError(
+                    f"waiting request with {len(request.block_tables)} block tables is {request!r}"
+                )
             if request.num_computed_tokens:
                 raise RuntimeError(f"waiting request has computed tokens: {request!r}")
         for queue in (self._running, self._waiting):
@@ -161,7 +169,9 @@ class Scheduler:
         num_future = sum(not entry[2].is_finished for entry in self._future)
         if len(self._running) + len(self._waiting) + num_future != self._num_unfinished:
             raise RuntimeError(f"{self._num_unfinished} unfinished requests are not all queued or running")
-        self.block_manager.check_integrity(request.block_table for request in self._running)
+        self.block_manager.check_integrity(
+            (request.block_tables, request.num_computed_tokens) for request in self._running
+        )
 
     def _admit_arrivals(self) -> None:
         while self._future and self._future[0][2].is_finished:
@@ -178,21 +188,21 @@ class Scheduler:
         request.key = (request.priority, self._num_arrived)
         insort(self._waiting, request, key=_key)
 
-    def _append_block(self, request: Request) -> bool:
-        """Makes room for the last token of request; False if request itself had to be preempted."""
-        num_tokens = len(request.token_ids)
-        if num_tokens <= len(request.block_table) * self.block_manager.block_size:
+    def _append_blocks(self, request: Request) -> bool:
+        """Makes room for what a step computes of request; False if request itself had to be preempted."""
+        manager, num_tokens = self.block_manager, len(request.token_ids)
+        if num_tokens <= len(request.block_tables[-1]) * manager.block_size:  # no other table is shorter
             return True
-        while not self.block_manager.can_append(request.block_table, num_tokens):
+        while not manager.append(request.block_tables, request.num_computed_tokens, num_tokens):
             victim = self._running.pop()
             self._preempt(victim)
             if victim is request:
                 return False
-        self.block_manager.append(request.block_table, num_tokens)
         return True
 
     def _preempt(self, request: Request) -> None:
-        self.block_manager.free(request.block_table)
+        self.block_manager.free(request.block_tables)
+        request.prefix = Prefix()
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
@@ -240,7 +250,7 @@ class Scheduler:
         if not request.reads_prefix_cache:
             return len(request.token_ids)
         prefix = self.block_manager.match(request.token_ids, request.prefix)
-        return len(request.token_ids) - len(prefix.blocks) * self.block_manager.block_size
+        return len(request.token_ids) - prefix.num_blocks * self.block_manager.block_size
 
     def _admit(self, request: Request) -> bool:
         """Lets a waiting request run, whose prefix has just been matched, if there is a seat and blocks suffice."""
@@ -248,24 +258,24 @@ class Scheduler:
             return False
         # Blocks for all known tokens at once, so that no prompt is stuck half-way, and a spare block for each
         # request that runs, so that none is preempted soon after.
-        manager, shared, num_tokens = self.block_manager, request.prefix.blocks, len(request.token_ids)
-        if manager.cost(shared, num_tokens) + len(self._running) > manager.num_free_blocks:
+        manager, num_tokens = self.block_manager, len(request.token_ids)
+        if not manager.can_allocate(request.prefix, num_tokens, len(self._running)):
             return False
         del self._waiting[bisect_left(self._waiting, request.key, key=_key)]
         insort(self._running, request, key=_key)
         request.status = RequestStatus.RUNNING
-        request.block_table = manager.allocate(shared, num_tokens)
-        request.num_computed_tokens = len(shared) * manager.block_size
+        request.block_tables = manager.allocate(request.prefix, num_tokens)
+        request.num_computed_tokens = request.prefix.num_blocks * manager.block_size
         if request.num_preemptions == 0:
             request.start_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self.num_prompt_tokens += request.num_prompt_tokens if request.index == 0 else 0
             self.prefix_queries += request.num_prompt_tokens
             self.prefix_hits += request.num_cached_tokens
-        request.prefix = Prefix()
         return True
 
     def _schedule(self, request: Request, num_tokens: int, scheduled: list[tuple[Request, int]]) -> None:
         start = request.num_computed_tokens
-        self.block_manager.register(request.block_table, request.token_ids, start, start + num_tokens)
+        stop = start + num_tokens
+        self.block_manager.register(request.prefix, request.block_tables, request.token_ids, start, stop)
         scheduled.append((request, num_tokens))

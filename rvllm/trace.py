@@ -138,7 +138,7 @@ class Trace:
         )
         coming = deque(sorted(requests.values(), key=lambda request: request.entry.arrival_step))
         before, first_step = engine.stats, engine.scheduler.step
-        free_blocks = before.free_blocks
+        kv_use = 0.0
         start = now = time.perf_counter()
         while engine.has_unfinished:
             step_start = now
@@ -152,8 +152,8 @@ class Trace:
                 request.seconds = now - request.arrival
                 request.num_steps = step + 1 - request.entry.arrival_step
                 request.first_token_seconds = request.first_token_seconds or request.seconds
-            free_blocks = min(free_blocks, engine.block_manager.num_free_blocks)
-        return _result(list(requests.values()), before, engine.stats, now - start, free_blocks)
+            kv_use = max(kv_use, engine.block_manager.usage)
+        return _result(list(requests.values()), before, engine.stats, now - start, kv_use)
 
     def _submit(self, requests: dict[str, RequestTimes], prompts: Sequence[Sequence[int]]) -> None:
         groups = []
@@ -174,7 +174,7 @@ class Trace:
 
 
 def _result(
-    requests: list[RequestTimes], before: EngineStats, after: EngineStats, seconds: float, free_blocks: int
+    requests: list[RequestTimes], before: EngineStats, after: EngineStats, seconds: float, kv_use: float
 ) -> TraceResult:
     hits, queries = after.prefix_hits - before.prefix_hits, after.prefix_queries - before.prefix_queries
     return TraceResult(
@@ -183,5 +183,5 @@ def _result(
         seconds,
         after.preemptions - before.preemptions,
         hits / queries,
-        1 - free_blocks / after.num_blocks,
+        kv_use,
     )

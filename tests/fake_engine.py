@@ -8,6 +8,7 @@ from typing import Any
 from fake_runner import FakeRunner, tokens_alone
 from fake_tokenizer import FakeTokenizer
 
+from rvllm.block_manager import KVGroup
 from rvllm.config import EngineConfig
 from rvllm.engine import LLMEngine
 from rvllm.request import RequestOutput
@@ -15,9 +16,11 @@ from rvllm.sampling_params import SamplingParams
 
 
 def make_engine(
-    num_blocks: int = 128, block_size: int = 4, context_length: int = 512, **config: Any
+    num_blocks: int = 128, block_size: int = 4, context_length: int = 512, window: int = 0, **config: Any
 ) -> LLMEngine:
-    runner = FakeRunner(num_blocks, block_size)
+    """window: of some of the model's layers."""
+    groups = [KVGroup(num_blocks), KVGroup(num_blocks, window)] if window else num_blocks
+    runner = FakeRunner(groups, block_size)
     engine_config = EngineConfig(block_size=block_size, **{"seed": 0, **config})
     return LLMEngine(SimpleNamespace(context_length=context_length), engine_config, FakeTokenizer(), runner)
 

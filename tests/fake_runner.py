@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rvllm.block_manager import BlockTables, KVGroup
 from rvllm.request import Request, SampledToken
 from rvllm.sampling_params import SamplingParams
 
@@ -46,13 +47,17 @@ class FakeSampler:
 
 
 class FakeRunner:
-    """Keeps (token, position) in every slot of a toy KV cache, as a real runner keeps K and V."""
+    """Keeps (token, position) in every slot of a toy KV cache for each group of layers, as a real one keeps K and V."""
 
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, vocab_size: int = 64) -> None:
-        self.num_blocks = num_blocks
+    def __init__(
+        self, groups: int | Sequence[KVGroup] = 64, block_size: int = 4, vocab_size: int = 64
+    ) -> None:
+        self.kv_groups = [KVGroup(groups)] if isinstance(groups, int) else list(groups)
         self.block_size = block_size
         self.vocab_size = vocab_size
-        self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
+        self.slots: list[list[tuple[int, int] | None]] = [
+            [None] * (group.num_blocks * block_size) for group in self.kv_groups
+        ]
         self.steps: list[list[tuple[str, int, int]]] = []  # (request_id, index, num_tokens) of each step
         self.fail_at: int | None = None
 
@@ -68,34 +73,46 @@ class FakeRunner:
 
     def run(self, scheduled: list[tuple[Request, int]]) -> list[SampledToken]:
         self.steps.append([(request.request_id, request.index, count) for request, count in scheduled])
-        written: set[int] = set()
+        written: set[tuple[int, int]] = set()
         for request, count in scheduled:
             start = request.num_computed_tokens
             assert 0 < count <= request.num_tokens - start
-            for position in range(start, start + count):
-                slot = self.slot(request, position)
-                assert slot not in written, f"slot {slot} written twice in a step"
-                written.add(slot)
-                self.slots[slot] = (request.token_ids[position], position)
+            for g, table in enumerate(request.block_tables):
+                for position in range(start, start + count):
+                    slot = self.slot(table, position)
+                    assert (g, slot) not in written, f"slot {slot} written twice in a step"
+                    written.add((g, slot))
+                    self.slots[g][slot] = (request.token_ids[position], position)
         if self.fail_at == len(self.steps) - 1:
             raise RuntimeError("the device is gone")
         sampled = []
         for request, count in scheduled:
-            stop = request.num_computed_tokens + count
-            context = [self.slots[self.slot(request, position)] for position in range(stop)]
+            start, stop = request.num_computed_tokens, request.num_computed_tokens + count
             expected = [(token, position) for position, token in enumerate(request.token_ids[:stop])]
-            assert context == expected, f"{request!r} reads {context}, needs {expected}"
+            for (_, window), slots, table in zip(
+                self.kv_groups, self.slots, request.block_tables, strict=True
+            ):
+                seen = range(max(0, start + 1 - window) if window else 0, stop)
+                context = [slots[self.slot(table, position)] for position in seen]
+                assert context == expected[seen.start :], f"{request!r} reads {context}, needs {expected}"
             if stop == request.num_tokens:
                 assert isinstance(request.sampler, FakeSampler)
-                sampled.append(request.sampler.sample([entry[0] for entry in context if entry]))
+                sampled.append(request.sampler.sample(request.token_ids))
         return sampled
 
-    def slot(self, request: Request, position: int) -> int:
-        return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
+    def slot(self, table: Sequence[int], position: int) -> int:
+        block = table[position // self.block_size]
+        assert block >= 0, f"the block of position {position} is gone"
+        return block * self.block_size + position % self.block_size
 
-    def get_logits(self, token_ids: Sequence[int], block_table: Sequence[int], first: int = 0) -> np.ndarray:
-        assert len(block_table) * self.block_size >= len(token_ids)
-        return np.zeros((len(token_ids) - first, self.vocab_size), np.float32)
+    def get_logits(
+        self, token_ids: Sequence[int], start: int, block_tables: BlockTables, first: int
+    ) -> np.ndarray:
+        stop = start + len(token_ids)
+        for (_, window), table in zip(self.kv_groups, block_tables, strict=True):
+            for position in range(max(0, start + 1 - window) if window else 0, stop):
+                self.slot(table, position)
+        return np.zeros((stop - max(start, min(first, stop)), self.vocab_size), np.float32)
 
 
 def tokens_alone(

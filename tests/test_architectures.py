@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference
 from numpy.typing import NDArray
+from runner_logits import get_logits
 from tiny_architectures import ARCHITECTURES, LONG, LONG_CONTEXT, LONG_POSITIONS, PROMPT, long_prompt, write
 from tiny_gguf import FAMILIES, write_tiny_model
 
@@ -41,7 +42,7 @@ def load(path: Path, **config: object) -> ModelRunner:
 
 def logits(path: Path, token_ids: list[int] = PROMPT, **config: object) -> Float:
     runner = load(path, **config)
-    return runner.get_logits(token_ids, range(-(-len(token_ids) // runner.block_size)))
+    return get_logits(runner, token_ids)
 
 
 def assert_close(out: Float, expected: Float, tolerance: float) -> None:
@@ -135,7 +136,7 @@ def test_angles_equal_the_references_up_to_32k(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("name", LONG)
 def test_logits_equal_llama_cpp_up_to_32k(tmp_path: Path, name: str) -> None:
     runner = load(write(name, tmp_path), num_blocks=LONG_CONTEXT // 256, block_size=256)
-    out = runner.get_logits(long_prompt(), range(LONG_CONTEXT // 256))[list(LONG_POSITIONS), ::VOCAB_STEP]
+    out = get_logits(runner, long_prompt())[list(LONG_POSITIONS), ::VOCAB_STEP]
     assert_close(out, np.load(RECORDED / f"{name}.npz")["logits"], LONG_TOLERANCE)
     # What another scaling would make of the same tokens is much further away.
     others = [np.load(RECORDED / f"{other}.npz")["logits"] for other in LONG if other != name]

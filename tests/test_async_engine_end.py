@@ -173,7 +173,7 @@ def test_broken_books_of_an_idle_engine_are_noticed(monkeypatch: pytest.MonkeyPa
         llm_engine = make_engine()
         with running(llm_engine) as engine:
             await collect(engine.generate("a", [5], SHORT))
-            llm_engine.block_manager._ref_counts[3] += 1
+            llm_engine.block_manager.pools[0].ref_counts[3] += 1
             await until(lambda: engine.is_dead)
             assert "block 3: reference count 1" in str(engine.error)
 

@@ -14,6 +14,7 @@ from fake_tokenizer import FakeTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rvllm.block_manager import BlockTables
 from rvllm.engine import LLMEngine
 from rvllm.request import RequestOutput, SampledToken
 from rvllm.sampling_params import SamplingParams
@@ -252,8 +253,8 @@ def test_step_that_is_interrupted_while_it_is_planned_leaks_nothing() -> None:
     engine.step()
     allocate = engine.block_manager.append
 
-    def interrupted(table: list[int], num_tokens: int) -> None:
-        allocate(table, num_tokens)
+    def interrupted(tables: BlockTables, start: int, num_tokens: int) -> bool:
+        allocate(tables, start, num_tokens)
         raise KeyboardInterrupt
 
     engine.block_manager.append = interrupted  # type: ignore[method-assign]
@@ -421,6 +422,7 @@ REQUEST = st.tuples(st.lists(st.integers(4, 6), min_size=1, max_size=40), SAMPLI
     budget=st.sampled_from([1, 4, 16, 512]),
     seqs=st.integers(1, 8),
     num_blocks=st.integers(17, 40),
+    window=st.sampled_from([0, 7, 20]),
     caching=st.booleans(),
 )
 def test_company_pool_and_chunks_change_nothing(
@@ -428,10 +430,15 @@ def test_company_pool_and_chunks_change_nothing(
     budget: int,
     seqs: int,
     num_blocks: int,
+    window: int,
     caching: bool,
 ) -> None:
     engine = make_engine(
-        num_blocks, max_num_batched_tokens=budget, max_num_seqs=seqs, enable_prefix_caching=caching
+        num_blocks,
+        window=window,
+        max_num_batched_tokens=budget,
+        max_num_seqs=seqs,
+        enable_prefix_caching=caching,
     )
     for i, (prompt, params, step) in enumerate(requests):
         engine.add_request(str(i), prompt, SamplingParams(**params), step)

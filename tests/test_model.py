@@ -10,6 +10,7 @@ from gguf import GGML_QUANT_SIZES as BLOCK_SIZES
 from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
 from random_weights import BLOCK_FIELDS
+from runner_logits import get_logits
 from tiny_gguf import write_tiny_model
 
 from rvllm import _core
@@ -41,8 +42,7 @@ def load(path: Path, **config: object) -> ModelRunner:
 
 
 def logits(path: Path, tokens: list[int] = TOKENS, **config: object) -> NDArray[np.float32]:
-    runner = load(path, **config)
-    return runner.get_logits(tokens, range(1, 1 + -(-len(tokens) // runner.block_size)))
+    return get_logits(load(path, **config), tokens)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -175,7 +175,7 @@ def test_bad_batches_are_refused(tmp_path: Path) -> None:
         ([1, 2, 3], [-1], "slot -16 is outside the 96 blocks of 16"),
     ):
         with pytest.raises(ValueError, match=message):
-            runner.get_logits(tokens, table)
+            runner.get_logits(tokens, 0, [table], 0)
 
 
 @pytest.mark.parametrize(

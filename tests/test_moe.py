@@ -9,6 +9,7 @@ import pytest
 import reference
 from numpy.typing import NDArray
 from random_weights import BLOCK_FIELDS
+from runner_logits import get_logits
 from tiny_gguf import FAMILIES, write_tiny_model
 
 from rvllm import LLM, SamplingParams, _core
@@ -30,7 +31,7 @@ def load(path: Path, **config: object) -> ModelRunner:
 
 def logits(path: Path, **config: object) -> Float:
     runner = load(path, **config)
-    return runner.get_logits(TOKENS, range(-(-len(TOKENS) // runner.block_size)))
+    return get_logits(runner, TOKENS)
 
 
 def assert_near_the_reference(path: Path) -> None:

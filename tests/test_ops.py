@@ -284,15 +284,18 @@ class Step:
         )  # fmt: skip
         return [out[starts[i] : starts[i + 1]][keep[i]] for i in range(len(self.contexts))]
 
-    def attend_last(self, backend: _core.CpuBackend, window: int) -> list[Array]:
-        """The same of one query each, as requests that decode have it."""
+    def attend_last(
+        self, backend: _core.CpuBackend, window: int, tables: NDArray[np.int32] | None = None
+    ) -> list[Array]:
+        """The same of one query each, as requests that decode have it. tables: what they read, if not all."""
         positions = [np.arange(context) for context in self.contexts]
         slots = [self.tables[i][p // self.block_size] * self.block_size + p % self.block_size
                  for i, p in enumerate(positions)]  # fmt: skip
         out = ops.attention(
             backend, np.vstack(self.q), np.vstack(self.k), np.vstack(self.v), np.array(self.contexts) - 1,
-            np.concatenate(slots), np.arange(len(positions) + 1), np.array(self.contexts), self.tables,
-            self.num_blocks, self.block_size, self.heads, self.kv_heads, window, self.dim**-0.5, 0.0, self.kv_type,
+            np.concatenate(slots), np.arange(len(positions) + 1), np.array(self.contexts),
+            self.tables if tables is None else tables, self.num_blocks, self.block_size, self.heads,
+            self.kv_heads, window, self.dim**-0.5, 0.0, self.kv_type,
         )  # fmt: skip
         return list(out)
 
@@ -366,6 +369,23 @@ def test_attention_over_a_shared_prefix_has_the_same_bits(window: int, block_siz
         alone = Step([1], [contexts[i]], block_size, *shape)
         alone.q, alone.k, alone.v = [step.q[i]], [step.k[i]], [step.v[i]]
         np.testing.assert_array_equal(together[i], alone.attend(_core.CpuBackend(1, "scalar"), window)[0][0])
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("block_size", [16, 1, 5, 64, 256])
+def test_attention_never_reads_what_has_left_the_window(
+    backend: _core.CpuBackend, block_size: int, kv_type: str
+) -> None:
+    window, contexts = 70, [600, 37, 326, 71, 582]
+    step = Step([1] * len(contexts), contexts, block_size, 6, 3, 32)
+    step.kv_type = getattr(_core.KVType, kv_type)
+    expected = step.attend_last(backend, window)
+    tables = step.tables.copy()
+    for i, context in enumerate(contexts):
+        hidden = max(0, context - window)
+        step.k[i][:hidden] = step.v[i][:hidden] = np.nan
+        tables[i, : hidden // block_size] = -1
+    np.testing.assert_array_equal(step.attend_last(backend, window, tables), expected)
 
 
 @pytest.mark.parametrize("window", [0, 100])

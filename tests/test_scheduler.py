@@ -5,66 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import FakeRunner, tokens_alone
+from fake_runner import tokens_alone
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduler_harness import Harness, assert_exact
 
-from rvllm.block_manager import BlockManager
+from rvllm.block_manager import KVGroup
 from rvllm.request import Request, RequestStatus
-from rvllm.sampling_params import SamplingParams
-from rvllm.scheduler import Scheduler
-
-GREEDY = SamplingParams(temperature=0)
-
-
-class Harness:
-    """A scheduler with a fake runner: the engine's loop without text."""
-
-    def __init__(
-        self, num_blocks: int = 64, block_size: int = 4, seqs: int = 8, budget: int = 32, caching: bool = True
-    ) -> None:
-        self.runner = FakeRunner(num_blocks, block_size)
-        self.scheduler = Scheduler(BlockManager(num_blocks, block_size, caching), seqs, budget)
-        self.num_added = 0
-
-    def add(
-        self, prompt: list[int], max_tokens: int = 8, arrival_step: int = 0, priority: float = 0
-    ) -> Request:
-        sampler = self.runner.make_sampler(GREEDY, prompt, (), 0, 0)
-        length = len(prompt) + max_tokens
-        request = Request(f"r{self.num_added}", prompt, GREEDY, length, arrival_step, 0, sampler, priority)
-        self.num_added += 1
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> dict[str, int]:
-        """Runs one step, checks its limits, and returns the number of tokens of each request in it."""
-        output = self.scheduler.schedule()
-        requests = [request for request, _ in output.scheduled]
-        counts = {request.request_id: count for request, count in output.scheduled}
-        assert len(counts) == len(requests) <= self.scheduler.max_num_seqs
-        assert sum(counts.values()) <= self.scheduler.max_num_batched_tokens
-        assert all(request.status is RequestStatus.RUNNING for request in requests)
-        tokens = self.runner.run(output.scheduled)
-        for request, token in zip(self.scheduler.update(output), tokens, strict=True):
-            request.token_ids.append(token.token_id)
-            if request.num_tokens == request.max_num_tokens:
-                self.scheduler.finish(request)
-        self.scheduler.check_integrity()
-        return counts
-
-    def run(self, most_steps: int = 2000) -> list[dict[str, int]]:
-        steps = []
-        while self.scheduler.has_unfinished:
-            steps.append(self.step())
-            assert len(steps) <= most_steps, "not finished"
-        return steps
-
-
-def assert_exact(request: Request) -> None:
-    expected = tokens_alone(request.prompt_token_ids, request.max_num_tokens - request.num_prompt_tokens)
-    assert request.output_token_ids == expected
 
 
 def test_batch_equals_alone() -> None:
@@ -355,13 +303,23 @@ class Scheduling(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(6, 24),
+        windows=st.lists(st.tuples(st.integers(6, 24), st.integers(1, 16)), max_size=2),
         block_size=st.sampled_from([1, 2, 3, 4]),
         seqs=st.integers(1, 6),
         budget=st.sampled_from([1, 2, 3, 5, 8, 16, 64]),
         caching=st.booleans(),
     )
-    def start(self, num_blocks: int, block_size: int, seqs: int, budget: int, caching: bool) -> None:
-        self.harness = Harness(num_blocks, block_size, seqs, budget, caching)
+    def start(
+        self,
+        num_blocks: int,
+        windows: list[tuple[int, int]],
+        block_size: int,
+        seqs: int,
+        budget: int,
+        caching: bool,
+    ) -> None:
+        groups = [KVGroup(*window) for window in sorted(windows, key=lambda group: -group[1])]
+        self.harness = Harness([KVGroup(num_blocks), *groups], block_size, seqs, budget, caching)
         self.requests: list[Request] = []
         self.aborted: set[Request] = set()
 
@@ -373,7 +331,7 @@ class Scheduling(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], max_tokens: int, wait: int, priority: int) -> None:
         manager = self.harness.scheduler.block_manager
-        slots = manager.num_blocks * manager.block_size
+        slots = manager.max_num_tokens
         prompt = prompt[:slots]
         max_tokens = min(max_tokens, slots + 1 - len(prompt))
         step = self.harness.scheduler.step + wait
@@ -394,7 +352,7 @@ class Scheduling(RuleBasedStateMachine):
         if not request.is_finished:
             self.aborted.add(request)
             self.harness.scheduler.finish(request)
-            assert request.block_table == []
+            assert request.block_tables == []
 
     @precondition(lambda self: self.harness.scheduler.has_unfinished)
     @rule(steps=st.integers(1, 5))
@@ -424,7 +382,7 @@ class Scheduling(RuleBasedStateMachine):
                     expected = expected[: request.num_output_tokens]
                 assert request.output_token_ids == expected
             manager = self.harness.scheduler.block_manager
-            assert manager.num_free_blocks == manager.num_blocks
+            assert all(len(pool.free) == pool.num_blocks for pool in manager.pools)
 
 
 TestScheduling = Scheduling.TestCase

@@ -92,6 +92,37 @@ def test_bad_arrays_are_refused(model: _core.Model, changes: dict[str, Any], mes
     assert [token >= 0 for token, _, _ in model.step(arrays(), [sampler(), sampler()])] == [True, True]
 
 
+def test_blocks_before_a_window_may_be_gone(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny.gguf", "gemma3", layers=6, sliding_window=20)
+    model = runner(tmp_path / "tiny.gguf")._model
+    assert model.windows == [0, 20]
+
+    def logits(full: list[int], windowed: list[int]) -> Any:
+        """Of the tokens at positions 51 and 52: the first one sees those from 32 on, which are in block 2."""
+        return model.logits(
+            _core.StepArrays(
+                np.array([1, 2], np.int32),
+                np.array([51, 52], np.int32),
+                np.array([[51, 52], [115, 116]], np.int32),
+                np.array([0, 2], np.int32),
+                np.array([53], np.int32),
+                np.array([[full], [windowed]], np.int32),
+                np.array([0, 1], np.int32),
+            )
+        )
+
+    expected = logits([0, 1, 2, 3], [4, 5, 6, 7])
+    np.testing.assert_array_equal(logits([0, 1, 2, 3], [-1, -1, 6, 7]), expected)
+    for full, windowed, block in (
+        ([-1, 1, 2, 3], [4, 5, 6, 7], -1),
+        ([0, 1, 2, 3], [-1, -1, -1, 7], -1),
+        ([0, 1, 2, 3], [-2, -1, 6, 7], -2),
+        ([0, 1, 2, 3], [8, -1, 6, 7], 8),
+    ):
+        with pytest.raises(ValueError, match=f"block {block} is outside the pool of 8"):
+            logits(full, windowed)
+
+
 @pytest.mark.parametrize(
     ("readers", "message"),
     [
