@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from vocabularies import CONTROL, bpe_metadata
 
 from rvllm.chat_template import ChatTemplate, ChatTemplateError
-from rvllm.chat_templates import NAMED, read_template
 from rvllm.gguf_file import GGUFFile
 from rvllm.tokenizer import Tokenizer
 
@@ -232,51 +231,6 @@ def test_parts_of_content() -> None:
             ChatTemplateError, match=f"messages.0.content.1: parts of type '{kind}' are not supported"
         ):
             render(CHATML, user([parts[0], {"type": kind, kind: {}}]))
-
-
-CONVERSATION = [
-    {"role": "system", "content": "S"},
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "yo"},
-    {"role": "user", "content": "bye"},
-]
-RENDERED = {
-    "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
-    "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n",
-    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yo</s>[INST] bye [/INST]",
-    "mistral": "<s>[INST] S\n\nhi [/INST] yo</s>[INST] bye [/INST]",
-    "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "gemma": "<s><start_of_turn>user\nS\n\nhi<end_of_turn>\n<start_of_turn>model\nyo<end_of_turn>\n"
-    "<start_of_turn>user\nbye<end_of_turn>\n<start_of_turn>model\n",
-    "zephyr": "<|system|>\nS</s>\n<|user|>\nhi</s>\n<|assistant|>\nyo</s>\n<|user|>\nbye</s>\n<|assistant|>\n",
-    "phi3": "<|system|>\nS<|end|>\n<|user|>\nhi<|end|>\n<|assistant|>\nyo<|end|>\n"
-    "<|user|>\nbye<|end|>\n<|assistant|>\n",
-    "vicuna": "<s>S\n\nUSER: hi\nASSISTANT: yo</s>\nUSER: bye\nASSISTANT:",
-    "alpaca": "S\n\n### Instruction:\nhi\n\n### Response:\nyo</s>\n\n### Instruction:\nbye\n\n### Response:\n",
-}
-
-
-@pytest.mark.parametrize("name", sorted(NAMED))
-def test_named_templates(name: str) -> None:
-    assert render(read_template(name), CONVERSATION) == RENDERED[name]
-
-
-def test_templates_from_files(tmp_path: Path) -> None:
-    path = tmp_path / "x.jinja"
-    path.write_text("{{ messages[0].content }}!\n", "utf-8")
-    assert render(read_template(str(path))) == "hi!"
-    with pytest.raises(ChatTemplateError, match=r"'nope' is neither a file nor one of chatml, "):
-        read_template("nope")
-    path.write_bytes(b"\xff")
-    with pytest.raises(ChatTemplateError, match="byte 0 is not UTF-8"):
-        read_template(str(path))
-    path.write_bytes(b" ")
-    with pytest.raises(ChatTemplateError, match="is empty"):
-        read_template(str(path))
-    with pytest.raises(ChatTemplateError, match="directory"):
-        read_template(str(tmp_path))
 
 
 def test_template_of_a_file(caplog: pytest.LogCaptureFixture) -> None:
