@@ -373,10 +373,9 @@ class _Reader:
             raise self.fail(
                 "rope.scaling.type", f"{reprlib.repr(kind)} is not supported; supported: {supported}"
             )
-        context_length = self.integer("context_length", high=2**63)
-        original = self.integer("rope.scaling.original_context_length", context_length, high=2**63)
+        original = self.original_context_length()
         names = ["rope_freqs", "rope_factors_short"]
-        if (self.max_model_len or context_length) > original:
+        if (self.max_model_len or self.integer("context_length", high=2**63)) > original:
             names[1] = "rope_factors_long"
         found = [name for name in names if f"{name}.weight" in self.gguf.tensors]
         if kind == "longrope" and not found:
@@ -397,14 +396,16 @@ class _Reader:
     ) -> tuple[float, int]:
         key = "attention.temperature_scale"
         scale = self.number(key, 0.0, low=0.0)
-        original = self.integer(
-            "rope.scaling.original_context_length", self.integer("context_length", high=2**63), high=2**63
-        )
         # It is part of the queries' RoPE, which must then reach every element.
         whole = all(table >= 0 and 2 * len(tables[table].inv_freq) == head_dim for table, _ in layers)
         if scale and not whole:
             raise self.fail(key, "is not supported where RoPE leaves out layers or elements of a head")
-        return scale, min(original, _MAX_POSITION)
+        return scale, min(self.original_context_length(), _MAX_POSITION)
+
+    def original_context_length(self) -> int:
+        """Tokens the model was trained for before RoPE was stretched."""
+        context_length = self.integer("context_length", high=2**63)
+        return self.integer("rope.scaling.original_context_length", context_length, high=2**63)
 
     def local_layers(self, period: int, num_layers: int) -> list[bool]:
         """Which layers attend through the sliding window: all but every period-th, unless the file lists them."""

@@ -15,6 +15,7 @@ from tiny_architectures import ARCHITECTURES, LONG, LONG_CONTEXT, LONG_POSITIONS
 from tiny_gguf import FAMILIES, write_tiny_model
 
 from rvllm import LLM, SamplingParams, architectures
+from rvllm._core import available_isas
 from rvllm.config import EngineConfig, ModelConfig
 from rvllm.gguf_file import GGUFError, GGUFFile
 from rvllm.model_runner import ModelRunner
@@ -92,11 +93,13 @@ def test_the_docs_list_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_chunks_and_company_change_no_bit(tmp_path: Path, name: str) -> None:
+def test_chunks_company_and_processor_change_no_bit(tmp_path: Path, name: str) -> None:
     path = write(name, tmp_path)
     alone = logits(path)
     for chunk in (1, 7, 32):
         np.testing.assert_array_equal(logits(path, max_num_batched_tokens=chunk), alone)
+    for isa in available_isas():
+        np.testing.assert_array_equal(logits(path, isa=isa), alone)
     prompts = [PROMPT, PROMPT[:1], PROMPT[3:30], PROMPT[:20] + PROMPT[30:]]
     params = SamplingParams(
         temperature=1.0, seed=1, max_tokens=6, logprobs=3, prompt_logprobs=1, ignore_eos=True
