@@ -262,3 +262,10 @@ def test_scores_without_byte_tokens_or_merges_are_enough() -> None:
     assert (
         tokenizer.encode("hi \u0416\u2603", add_special_tokens=False)[-1] == tokenizer.vocabulary.unknown_id
     )
+
+
+def test_the_data_are_what_llama_cpp_gives() -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from make_llama_cpp_ids import bpe_ids, end_tokens, spm_ids
+
+    assert {"bpe": bpe_ids(), "spm": spm_ids(), "end tokens": end_tokens()} == LLAMA_CPP
