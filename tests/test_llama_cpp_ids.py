@@ -183,6 +183,40 @@ def test_models_own_files(name: str) -> None:
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_models_own_file(prefix: bool) -> None:
+    """As Llama's tokenizer.json has it: the merges are every way to make a piece of two, in the order of its score."""
+    metadata = trained_spm_metadata(add_bos_token=False, add_space_prefix=prefix)
+    tokens: Any = metadata["tokenizer.ggml.tokens"]
+    types: Any = metadata["tokenizer.ggml.token_type"]
+    vocab = {token: id for id, token in enumerate(tokens)}
+    pieces = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.NORMAL]
+    joins = [(piece[:i], piece[i:]) for piece in pieces for i in range(1, len(piece))]
+    known = set(pieces)
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab,
+            [pair for pair in joins if known.issuperset(pair)],
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    replace = tokenizers.normalizers.Replace(" ", "\u2581")
+    prepend = [tokenizers.normalizers.Prepend("\u2581")] if prefix else []
+    library.normalizer = tokenizers.normalizers.Sequence([*prepend, replace])
+    control = [
+        t for t, kind in zip(tokens, types, strict=True) if kind in (TokenType.UNKNOWN, TokenType.CONTROL)
+    ]
+    library.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    library.add_tokens([AddedToken(t, special=False, normalized=False) for t in USER_DEFINED])
+    tokenizer = Tokenizer.from_gguf(metadata)
+    for text in TEXTS:
+        ids = tokenizer.encode(text, parse_special=True)
+        assert ids == library.encode(text, add_special_tokens=False).ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text.replace("\u2581", " ")
+
+
 # --- Tokens that take in white space
 
 
