@@ -145,13 +145,13 @@ struct Kernels {
   void (*dot_products)(const uint8_t* codes, const int8_t* x, float* out);
 };
 
-const Kernels& kernels_scalar();
+const Kernels& kernels_scalar() noexcept;
 #if defined(__x86_64__)
-const Kernels& kernels_avx2();
-const Kernels& kernels_avx512_vnni();
-const Kernels& kernels_amx();
+const Kernels& kernels_avx2() noexcept;
+const Kernels& kernels_avx512_vnni() noexcept;
+const Kernels& kernels_amx() noexcept;
 #elif defined(__aarch64__)
-const Kernels& kernels_neon();
+const Kernels& kernels_neon() noexcept;
 #endif
 
 }  // namespace rvllm

@@ -132,7 +132,7 @@ void dot_products_by_tiles(const uint8_t* codes, const int8_t* x, float* out) {
 }
 
 template <int Type = int(PackedType::kFirstQuantized)>
-void replace_linear(Kernels& table) noexcept {
+void replace_linear(Kernels& table) {
   table.linear[Type] = &linear_tiles<Type>;
   if constexpr (Type + 1 < kNumPackedTypes) replace_linear<Type + 1>(table);
 }
@@ -146,7 +146,7 @@ Kernels make_amx_table() noexcept {
 }
 }  // namespace
 
-const Kernels& kernels_amx() {
+const Kernels& kernels_amx() noexcept {
   static const Kernels table = make_amx_table();
   return table;
 }

@@ -14,7 +14,7 @@ namespace {
 #include "cpu/kernel_table.inl"
 }  // namespace
 
-const Kernels& kernels_avx2() {
+const Kernels& kernels_avx2() noexcept {
   static constexpr Kernels table = make_table("avx2");
   return table;
 }

@@ -14,7 +14,7 @@ namespace {
 #include "cpu/kernel_table.inl"
 }  // namespace
 
-const Kernels& kernels_avx512_vnni() {
+const Kernels& kernels_avx512_vnni() noexcept {
   static constexpr Kernels table = make_table("avx512_vnni");
   return table;
 }

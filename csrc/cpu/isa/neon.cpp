@@ -14,7 +14,7 @@ namespace {
 #include "cpu/kernel_table.inl"
 }  // namespace
 
-const Kernels& kernels_neon() {
+const Kernels& kernels_neon() noexcept {
   static constexpr Kernels table = make_table("neon");
   return table;
 }

@@ -12,7 +12,7 @@ namespace {
 #include "cpu/kernel_table.inl"
 }  // namespace
 
-const Kernels& kernels_scalar() {
+const Kernels& kernels_scalar() noexcept {
   static constexpr Kernels table = make_table("scalar");
   return table;
 }
