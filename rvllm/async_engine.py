@@ -290,12 +290,13 @@ class AsyncEngine:
         self._num_in_flight += count
 
     def _close(self, stream: RequestStream) -> None:
+        """Its consumer has left: others can have its place at once, its blocks after the step that is running."""
+        with self._lock:
+            self._give_back_places(stream)
+            if not stream.is_submitted and not stream.is_closed:
+                self._drop(stream)
         if stream.is_submitted:
             self._post_abort(stream, "abort")
-            return
-        with self._lock:
-            if not stream.is_closed:
-                self._drop(stream)
 
     def _post_abort(self, stream: RequestStream, reason: str) -> None:
         self._post(partial(self._abort, stream, reason), even_if_stopped=True)
@@ -434,11 +435,15 @@ class AsyncEngine:
                 for stream in sleepers:
                     self._abort(stream, "abort")
 
+    def _give_back_places(self, stream: RequestStream) -> None:
+        self._num_in_flight -= stream.num_places
+        stream.num_places = 0
+
     def _drop(self, stream: RequestStream) -> None:
         """Takes a stream out, under the lock; what is in it can still be read."""
         stream.is_closed = True
         del self._streams[stream.request_id]
-        self._num_in_flight -= stream.num_choices
+        self._give_back_places(stream)
         if not self._streams:
             for emptied in self._emptied:
                 if emptied.set_running_or_notify_cancel():

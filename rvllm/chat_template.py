@@ -129,10 +129,13 @@ class ChatTemplate:
         """Whether a system message reaches the model: some templates refuse it, or leave it out."""
         (probe,) = _unused_characters([self.source], 1)
         messages = [{"role": "system", "content": probe}, {"role": "user", "content": "x"}]
+        token = is_abandoned.set(lambda: False)  # whoever asks first, the answer is for all
         try:
             return probe in self.render(messages)
         except ChatTemplateError:
             return False
+        finally:
+            is_abandoned.reset(token)
 
     def encode_chat(
         self,

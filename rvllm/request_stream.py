@@ -39,6 +39,7 @@ class RequestStream:
         "last_token",
         "loop",
         "num_choices",
+        "num_places",
         "num_tokens",
         "output",
         "request_id",
@@ -47,6 +48,7 @@ class RequestStream:
     def __init__(self, request_id: str, num_choices: int) -> None:
         self.request_id = request_id
         self.num_choices = num_choices
+        self.num_places = num_choices  # that it takes among those in flight
         self.loop = asyncio.get_running_loop()
         self.event = asyncio.Event()
         self.output: RequestOutput | None = None

@@ -165,6 +165,33 @@ def test_closing_frees_the_blocks_before_the_next_step() -> None:
     drive(main)
 
 
+def test_closing_gives_places_back_at_once_and_blocks_after_the_step() -> None:
+    async def main() -> None:
+        llm_engine = make_engine(64, context_length=200, max_num_seqs=2)
+        gate = Gate(llm_engine)
+        with running(llm_engine, max_queue=3) as engine:
+            streams = [engine.generate(f"r{i}", [5] * 40, ENDLESS) for i in range(5)]
+            tokens = [asyncio.ensure_future(anext(stream)) for stream in streams]
+            await gate.wait()
+            while engine.num_running < 2:
+                await gate.step()
+            steps = len(llm_engine.runner.steps)  # type: ignore[attr-defined]
+            for task in tokens:
+                task.cancel()
+            await asyncio.gather(*tokens, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+            assert engine.num_waiting == 0  # though the step goes on
+            late = [asyncio.ensure_future(collect(engine.generate(f"s{i}", [6], SHORT))) for i in range(5)]
+            gate.open()
+            for output in await asyncio.gather(*late):
+                assert output.outputs[0].token_ids == tokens_alone([6], 8)
+            later = {name for step in llm_engine.runner.steps[steps + 1 :] for name, _, _ in step}  # type: ignore[attr-defined]
+            assert later == {f"s{i}" for i in range(5)}
+
+    drive(main)
+
+
 @pytest.mark.parametrize("when", ["before it runs", "while it runs"])
 def test_cancelled_task_and_forgotten_generator_leave_nothing(when: str) -> None:
     async def main() -> None:

@@ -144,6 +144,18 @@ def test_a_body_that_drips_is_a_408(url: str, monkeypatch: pytest.MonkeyPatch) -
     is_well(url)
 
 
+@pytest.mark.parametrize("path", [PATH, "/nope", "/health"])
+def test_a_client_that_sends_all_before_it_reads_gets_the_error(url: str, path: str) -> None:
+    head = f"POST {path} HTTP/1.1\r\nHost: tiny\r\nConnection: close\r\nContent-Length: {20 << 20}\r\n\r\n"
+    answer = talk(url, head.encode() + bytes(20 << 20))
+    error_in(answer, {PATH: 413, "/nope": 404, "/health": 405}[path])
+
+
+def test_no_body_is_asked_for_that_is_not_wanted(url: str) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: tiny\r\nConnection: close\r\nExpect: 100-continue\r\n"
+    error_in(talk(url, f"{head}Content-Length: {20 << 20}\r\n\r\n".encode()), 413)
+
+
 def test_the_rest_of_a_body_that_nobody_reads_is_timed_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT", 0.2)
     with connect(url) as client:

@@ -6,6 +6,8 @@ import base64
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,3 +214,36 @@ def test_an_embedding_that_is_dropped_or_no_number_has_an_error_object(
 
         monkeypatch.setattr(server.engine, "_follow", follow)
         assert message in server.refused("/v1/embeddings", status, input="x")["message"]
+
+
+PARIS = {
+    " Paris": -0.258,
+    " the": -2.741,
+    " London": -4.384,
+    " Le": -4.620,
+    " New": -4.678,
+}  # llama.cpp, in float32
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.01), ("auto", 0.1)])
+def test_logprobs_of_a_real_model_are_its_own_at_every_temperature(
+    smollm2_path: Path, dtype: str, tolerance: float
+) -> None:
+    """In float32 the five are the best. The sixth, " La", is nearer to the fifth than int8 activations are exact."""
+    llm = LLM(smollm2_path, dtype=dtype, max_model_len=256, num_blocks=32)
+    with closing(TinyServer(llm)) as server:
+        body = {"prompt": "The capital of France is", "max_tokens": 3, "seed": 1}
+        settings = [{"temperature": t} for t in (0, 0.2, 1, 2)]
+        settings += [{"temperature": 0, "repetition_penalty": 1.5}, {"logit_bias": {"7042": -100}}]
+        for others in settings:
+            num_top = 5 if dtype == "float32" else 6
+            logprobs = server.ok("/v1/completions", **body, **others, logprobs=num_top)["choices"][0][
+                "logprobs"
+            ]
+            best = logprobs["top_logprobs"][0]
+            for text, value in PARIS.items():
+                assert best[text] == pytest.approx(value, abs=tolerance)
+            for token, value, top in zip(
+                logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+            ):
+                assert top[token] == value <= 0 and sum(map(math.exp, top.values())) <= 1.0001

@@ -1,7 +1,7 @@
 """The FastAPI application: routes, and what lies around all of them.
 
-A request passes RequestLog (its id), Guard (its key and origin), the route's json_body (its fields), Generation
-(its tokens from the engine), and comes back as JSON or as an EventStream.
+A request passes RequestLog (its id), AfterBody, Guard (its key and origin), the route's json_body (its fields),
+Generation (its tokens from the engine), and comes back as JSON or as an EventStream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rvllm.server.errors import ErrorBody, add_error_handlers
 from rvllm.server.logs import RequestLog
 from rvllm.server.metrics import Metrics
 from rvllm.server.page import add_page
-from rvllm.server.security import DOCS_FILES, Guard
+from rvllm.server.security import DOCS_FILES, AfterBody, Guard
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.tracing import Tracing
 from rvllm.version import __version__
@@ -76,6 +76,7 @@ def create_app(
     add_error_handlers(app)
     paths = add_page(app)
     app.add_middleware(Guard, api_keys=config.api_keys, origins=config.cors_origins, open_paths=paths)
+    app.add_middleware(AfterBody)
     app.add_middleware(RequestLog, log_prompts=config.log_requests, tracing=tracing)
     if config.cors_origins:
         app.add_middleware(

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -17,9 +18,10 @@ from rvllm.server.errors import APIError, ClientGoneError
 
 if TYPE_CHECKING:
     from fastapi import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_TIMEOUT = 10.0  # seconds without a byte of the body
+DISCARD_TIMEOUT = 5.0  # seconds for the rest of a body that is not wanted
 MIN_BODY_RATE = 1000.0  # bytes a second that must come on the whole, from then on
 DOCS_FILES = "/docs-files"  # what /docs and /redoc need, so that they work with no internet
 OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/docs", "/openapi.json", "/redoc"})
@@ -109,6 +111,42 @@ def _is_address(name: str) -> bool:
 def _is_loopback(scope: Scope) -> bool:
     address = (scope.get("server") or ("",))[0]
     return _is_address(address) and ip_address(address).is_loopback
+
+
+class AfterBody:
+    """Holds an error back until the whole request has come, or for DISCARD_TIMEOUT: what is left of it is discarded.
+
+    Most clients read no answer before they have sent all; closing the connection then would lose it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        if not {"content-length", "transfer-encoding"} & set(headers) or "expect" in headers:
+            await self.app(scope, receive, send)
+            return
+        has_more = True
+
+        async def receive_part() -> Message:
+            nonlocal has_more
+            message = await receive()
+            has_more = message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        async def discard() -> None:
+            while has_more:
+                await receive_part()
+
+        async def send_after_body(message: Message) -> None:
+            status = message.get("status", 0)  # of the start of an answer; 408: for want of the rest
+            if status >= 400 and status != 408:
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(discard(), DISCARD_TIMEOUT)
+            await send(message)
+
+        await self.app(scope, receive_part, send_after_body)
 
 
 async def read_body(request: Request) -> bytes:
