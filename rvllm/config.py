@@ -29,13 +29,15 @@ _USUAL_VALUES = {
 
 
 KV_CACHE_DTYPES = ("f16", "f32", "bf16", "q8_0")  # q8_0: int8 with a float scale for each 32 elements
+PREFILL_COMPUTE = ("auto", "int8", "f16")
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine; None means: derive it from the model and the machine."""
 
-    device: str = "cpu"
+    device: str = "cpu"  # or "cuda", "cuda:1", ...
     dtype: str = "auto"  # of the weights: as in the file, or "float32", dequantized when they are loaded
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_num_seqs: int = 64  # requests that run at a time
@@ -44,6 +46,8 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_memory: int | None = None  # bytes; num_blocks wins when both are given
     kv_cache_dtype: str = "f16"  # of keys and values: one of KV_CACHE_DTYPES
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights and the KV cache together
+    prefill_compute: str = "auto"  # "f16" (cuda): many tokens by cuBLAS, not the same in any company
     enable_prefix_caching: bool = True
     num_threads: int | None = None
     isa: str | None = None
@@ -73,6 +77,23 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, kind) and not (value is None and name == "isa"):
                 raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+        if self.device != "cpu" and self.isa is not None:
+            raise ValueError(f"isa is a setting of device 'cpu', not of {self.device!r}")
+        if self.prefill_compute not in PREFILL_COMPUTE:
+            raise ValueError(
+                f"prefill_compute must be one of {', '.join(PREFILL_COMPUTE)}, not {self.prefill_compute!r}"
+            )
+        if self.prefill_compute == "f16" and self.device == "cpu":
+            raise ValueError("prefill_compute 'f16' is a setting of device 'cuda', not of 'cpu'")
+        utilization = self.gpu_memory_utilization
+        if (
+            isinstance(utilization, bool)
+            or not isinstance(utilization, (int, float))
+            or not 0 < utilization <= 1
+        ):
+            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
         if self.dtype not in ("auto", "float32"):
             raise ValueError(f"dtype must be 'auto' or 'float32', not {self.dtype!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

@@ -45,6 +45,9 @@ class LLM:
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens computed in one step.
     num_blocks, kv_cache_memory (bytes): size of the KV cache; None: from the machine's free memory.
     kv_cache_dtype: f16, f32, bf16 or q8_0 (half the memory of f16, at some loss).
+    gpu_memory_utilization: share of a GPU's memory that weights and the KV cache take together.
+    prefill_compute: auto, int8, or on cuda f16: cuBLAS multiplies steps of many tokens, faster, but a request's numbers
+    then depend on how many tokens are computed beside it.
     num_threads: None: the processors this process may use.
     isa: scalar, avx2, avx512_vnni, amx or neon; None: $RVLLM_ISA, else the best that the machine has.
     seed: from which requests without a seed of their own get theirs; None: a random one.
@@ -67,6 +70,8 @@ class LLM:
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         kv_cache_dtype: str = "f16",
+        gpu_memory_utilization: float = 0.9,
+        prefill_compute: str = "auto",
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
         isa: str | None = None,
@@ -83,6 +88,8 @@ class LLM:
             num_blocks=num_blocks,
             kv_cache_memory=kv_cache_memory,
             kv_cache_dtype=kv_cache_dtype,
+            gpu_memory_utilization=gpu_memory_utilization,
+            prefill_compute=prefill_compute,
             enable_prefix_caching=enable_prefix_caching,
             num_threads=num_threads,
             isa=isa,

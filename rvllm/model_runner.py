@@ -15,6 +15,7 @@ import numpy as np
 from rvllm import _batch, _core
 from rvllm.block_manager import BlockTables, KVGroup
 from rvllm.config import EngineConfig, ModelConfig
+from rvllm.cuda import cublas_libraries, import_cuda
 from rvllm.gguf_file import GGUFError, GGUFFile, printable
 from rvllm.kv_groups import KVGroupSizes
 from rvllm.profile import Profile
@@ -40,10 +41,9 @@ class ModelRunner:
         Raises GGUFError naming a tensor that is missing, misshapen or unsupported, and ValueError for a device, ISA or
         cache size that cannot be had.
         """
-        self.backend = _make_backend(config)
-        self.profile = Profile(self.backend) if config.profile else None
-        if self.profile is not None:
-            self.backend = self.profile.backend
+        device = _make_backend(config)
+        self.profile = Profile(device) if config.profile else None
+        self.backend = device if self.profile is None else self.profile.backend
         self.vocab_size = model_config.vocab_size
         self._hidden_size = model_config.hidden_size
         self._pooling = model_config.pooling
@@ -64,7 +64,7 @@ class ModelRunner:
             config.max_num_seqs,
             config.max_num_batched_tokens,
         )
-        self.kv_groups = _choose_kv_groups(sizes, config)
+        self.kv_groups = _choose_kv_groups(sizes, config, device)
         num_blocks = [group.num_blocks for group in self.kv_groups]
         self._model.alloc_kv_cache(num_blocks, config.block_size, kv_type)
         if self.profile is not None:
@@ -169,7 +169,8 @@ class ModelRunner:
         return nullcontext() if self.profile is None else self.profile.native_call(num_requests, num_tokens)
 
 
-def _choose_kv_groups(sizes: KVGroupSizes, config: EngineConfig) -> list[KVGroup]:
+def _choose_kv_groups(sizes: KVGroupSizes, config: EngineConfig, device: _core.Backend) -> list[KVGroup]:
+    available, budget = _memory(device, config)
     if config.num_blocks is not None:
         groups = sizes.for_blocks(config.num_blocks)
     elif config.kv_cache_memory is not None:
@@ -182,11 +183,10 @@ def _choose_kv_groups(sizes: KVGroupSizes, config: EngineConfig) -> list[KVGroup
     else:
         # Enough for every request at full length, within a share of the memory that leaves room for others.
         most = sizes.for_blocks(config.max_num_seqs * -(-sizes.max_model_len // sizes.block_size))
-        budget = min(_DEFAULT_KV_CACHE_BYTES, available_memory() // 2)
         groups = (
             most if sizes.num_bytes(most) <= budget else sizes.for_bytes(max(budget, sum(sizes.block_bytes)))
         )
-    num_blocks, needed, available = groups[0].num_blocks, sizes.num_bytes(groups), available_memory()
+    num_blocks, needed = groups[0].num_blocks, sizes.num_bytes(groups)
     if needed > available:
         raise ValueError(f"a KV cache of {num_blocks} blocks needs {needed} bytes, {available} are available")
     if num_blocks * sizes.block_size >= 2**31:
@@ -202,8 +202,7 @@ def _embedding(pooler: _core.Pooler) -> SampledToken:
 
 
 def _make_backend(config: EngineConfig) -> _core.Backend:
-    if config.device != "cpu":
-        raise ValueError(f"device must be 'cpu', not {config.device!r}")
+    """Raises ValueError and RuntimeError that say what a device or its backend lacks."""
     available = available_cpus()
     num_threads = available if config.num_threads is None else config.num_threads
     if num_threads > available:
@@ -214,7 +213,24 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
             available,
         )
         num_threads = available
-    return _core.CpuBackend(num_threads, config.isa or "")
+    if config.device == "cpu":
+        return _core.CpuBackend(num_threads, config.isa or "")
+    backend: _core.Backend = import_cuda().make_backend(
+        num_threads,
+        cublas_libraries(),
+        device=int(config.device.partition(":")[2] or 0),
+        f16_prefill=config.prefill_compute == "f16",
+    )
+    return backend
+
+
+def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
+    """Bytes that are free where the KV cache goes, and how many of them it takes by default."""
+    if config.device == "cpu":
+        available = available_memory()
+        return available, min(_DEFAULT_KV_CACHE_BYTES, available // 2)
+    available, total = device.memory_info  # type: ignore[attr-defined]  # of CudaBackend
+    return available, max(0, available - int((1 - config.gpu_memory_utilization) * total))
 
 
 def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dtype: str) -> _core.Model:

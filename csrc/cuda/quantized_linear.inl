@@ -106,7 +106,7 @@ __device__ __forceinline__ void add_block(const QuantizedLinearArgs& args, const
 // grid: [tiles of rows / tiles a block, tokens / tokens a block]; block: [32, warps that share K, tiles of rows x groups
 // of tokens]. kUnit: blocks of 32 k that a warp adds in one turn; it divides kChunkBlocks.
 template <class F, int kTiles, int kUnit>
-__global__ void __launch_bounds__(256) quantized_linear_kernel(QuantizedLinearArgs args) {
+__global__ void __launch_bounds__(256, 1) quantized_linear_kernel(QuantizedLinearArgs args) {
   RV_DYN_SHARED(float4, handed_on);  // [blockDim.z, kTiles, 32]
   const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, g = lane / 4, t = lane % 4;
   const int tile = blockIdx.x * args.tiles_a_block + threadIdx.z % args.tiles_a_block;
