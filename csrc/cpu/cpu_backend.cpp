@@ -13,6 +13,8 @@
 namespace rvllm {
 namespace {
 
+constexpr int kRangeRows = 512;  // times tiles, for a thread at a time: all of a busy expert would keep others waiting
+
 std::vector<ExpertRows> all_rows(Tensor x) { return {{0, 0, int(x.rows)}}; }
 
 QuantizedRows from_row(const QuantizedRows& x, int64_t row, int64_t row_blocks) {
@@ -123,7 +125,9 @@ void CpuBackend::multiply(Tensor out, Tensor x, const Weight& weight, const std:
     if (w.has_quantized) kernels_.quantize_rows(x.data, x.stride, int(x.cols), xq, int(t), int(t) + 1);
   });
   const int64_t group_tiles = w.tiles(), tiles = group_tiles * int64_t(groups.size());
-  const int64_t grain = std::clamp<int64_t>(tiles / (4 * pool_.size()), 1, 64);
+  int most_rows = 1;
+  for (const ExpertRows& group : groups) most_rows = std::max(most_rows, group.count);
+  const int64_t grain = std::clamp<int64_t>(tiles / (4 * pool_.size()), 1, std::clamp(kRangeRows / most_rows, 1, 64));
   pool_.parallel_for(tiles, grain, [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end;) {
       const ExpertRows& group = groups[size_t(i / group_tiles)];
