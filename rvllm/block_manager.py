@@ -64,11 +64,10 @@ class BlockPool:
 
     def reset(self) -> None:
         self.ref_counts = [0] * self.num_blocks
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(
-            range(self.num_blocks)
-        )  # reused from the front
+        # In the order in which they are reused.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
         self.found: dict[int, int] = {}  # content id -> the block in which it is found
-        self.content_ids = [_START] * self.num_blocks  # of those blocks
+        self.content_ids = [_START] * self.num_blocks  # the other way round
 
     def first_visible(self, position: int) -> int:
         """The first block of a table that the token at position, or a later one, sees."""
@@ -140,8 +139,8 @@ class BlockPool:
 class BlockManager:
     """Hands out the blocks of block_size tokens of each group, the widest window first.
 
-    max_num_batched_tokens: the most tokens of one request that a step computes; a table of a group with a window is
-    never longer than it takes to compute them.
+    max_num_batched_tokens: the most tokens of a request that a step computes. Where there is a window, a request has
+    blocks for these, but not yet for those after them.
     """
 
     def __init__(
@@ -179,11 +178,11 @@ class BlockManager:
     @property
     def usage(self) -> float:
         """Share of its blocks that requests hold, 0 to 1, in the group that has the fewest left."""
-        return max(1 - len(pool.free) / pool.num_blocks for pool in self.pools)
+        return max((pool.num_blocks - len(pool.free)) / pool.num_blocks for pool in self.pools)
 
     @property
     def max_num_tokens(self) -> int:
-        """Of the longest request that can run when it is alone."""
+        """Tokens of the longest request that can run when it is alone."""
         size, chunk = self.block_size, self.max_num_batched_tokens
         limits = (
             pool.num_blocks * size
@@ -245,7 +244,7 @@ class BlockManager:
             for block in table:  # all of them first, so that none is reused for the rest of the table
                 if block != _GONE:
                     pool.share(block)
-            self._extend(pool, table, self._length(pool, start, num_tokens))
+            self._extend(pool, table, self._length(pool, start, num_tokens) - len(table))
         del prefix.content_ids[prefix.num_blocks :]
         return tables
 
@@ -254,14 +253,14 @@ class BlockManager:
 
         Blocks that none of these tokens sees are given back. False where too few are free; then no table has grown.
         """
-        lengths = [self._length(pool, start, num_tokens) for pool in self.pools]
+        missing = []
         for pool, table in zip(self.pools, block_tables, strict=True):
             pool.release(table, pool.first_visible(start))
-        for pool, table, length in zip(self.pools, block_tables, lengths, strict=True):
-            if length - len(table) > len(pool.free):
-                return False
-        for pool, table, length in zip(self.pools, block_tables, lengths, strict=True):
-            self._extend(pool, table, length)
+            missing.append(self._length(pool, start, num_tokens) - len(table))
+        if any(count > len(pool.free) for pool, count in zip(self.pools, missing, strict=True)):
+            return False
+        for pool, table, count in zip(self.pools, block_tables, missing, strict=True):
+            self._extend(pool, table, count)
         return True
 
     def register(
@@ -272,9 +271,10 @@ class BlockManager:
         prefix: of the tokens before, and in the end of these. Others may share the blocks in the same step: K and V of
         all its tokens are stored before any are read.
         """
-        if not self.enable_prefix_caching:
+        size = self.block_size
+        if start // size == stop // size or not self.enable_prefix_caching:
             return
-        size, content_ids = self.block_size, prefix.content_ids
+        content_ids = prefix.content_ids
         for i in range(start // size, stop // size):
             key = (content_ids[-1] if content_ids else _START, tuple(token_ids[i * size : (i + 1) * size]))
             content_id = self._index.get(key, _START)
@@ -342,8 +342,8 @@ class BlockManager:
             num_tokens = min(num_tokens, start + self.max_num_batched_tokens)
         return self.blocks_for(num_tokens)
 
-    def _extend(self, pool: BlockPool, table: list[int], length: int) -> None:
-        for _ in range(length - len(table)):
+    def _extend(self, pool: BlockPool, table: list[int], count: int) -> None:
+        for _ in range(count):
             block, lost = pool.take()
             if lost != _START and pool is self.pools[0]:
                 del self._index[self._keys.pop(lost)]

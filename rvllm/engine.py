@@ -204,12 +204,10 @@ class LLMEngine:
         Raises ValueError as prepare() does, and for a model whose kind of pooling is not supported.
         """
         text, token_ids = self._encode(prompt)
-        num_tokens, num_slots = len(token_ids), self.block_manager.max_num_tokens
-        if num_tokens > min(self.max_model_len, num_slots):
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens, but max_model_len is {self.max_model_len} and the KV cache holds "
-                f"{num_slots}"
-            )
+        num_tokens = len(token_ids)
+        if num_tokens > self.max_model_len:
+            raise ValueError(f"the prompt has {num_tokens} tokens, but max_model_len is {self.max_model_len}")
+        self._check_fits(num_tokens, f"a prompt of {num_tokens} tokens needs")
         pooler = self.runner.make_pooler(num_tokens)
         request = Request(
             request_id, token_ids, SamplingParams(), num_tokens, priority=priority, pooler=pooler

@@ -106,13 +106,12 @@ class Scheduler:
         self._num_unfinished = 0
         self.block_manager.reset()
 
-    def make_room(self, block_tables: BlockTables, start: int, num_tokens: int) -> bool:
-        """Has block_tables, of no request, hold tokens [start, num_tokens); preempts the last running ones for it."""
+    def make_room(self, block_tables: BlockTables, start: int, num_tokens: int) -> None:
+        """Appends to tables that are no request's; preempts the last running ones until there are enough blocks."""
         while not self.block_manager.append(block_tables, start, num_tokens):
             if not self._running:
-                return False
+                raise RuntimeError(f"too few blocks for {num_tokens} tokens, and nothing runs")
             self._preempt(self._running.pop())
-        return True
 
     def schedule(self) -> SchedulerOutput:
         """Chooses the tokens of the next step and gives them their blocks.
@@ -190,10 +189,10 @@ class Scheduler:
 
     def _append_blocks(self, request: Request) -> bool:
         """Makes room for what a step computes of request; False if request itself had to be preempted."""
-        manager, num_tokens = self.block_manager, len(request.token_ids)
-        if num_tokens <= len(request.block_tables[-1]) * manager.block_size:  # no other table is shorter
+        tables, num_tokens = request.block_tables, len(request.token_ids)
+        if num_tokens <= len(tables[-1]) * self.block_manager.block_size:  # no other table is shorter
             return True
-        while not manager.append(request.block_tables, request.num_computed_tokens, num_tokens):
+        while not self.block_manager.append(tables, request.num_computed_tokens, num_tokens):
             victim = self._running.pop()
             self._preempt(victim)
             if victim is request:

@@ -56,6 +56,12 @@ def test_info_json(capsys: pytest.CaptureFixture[str], model: Path, llm: LLM) ->
     assert facts["machine"]["isa"] in facts["machine"]["available_isas"]
 
 
+def test_info_counts_what_windows_keep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny.gguf", "gemma3", layers=7, sliding_window=24)
+    memory = json.loads(Run(capsys, "info", "--json", str(tmp_path / "tiny.gguf")).out)["memory"]
+    assert memory["kv_cache_per_context"] == memory["kv_cache_per_token"] // 7 * (512 + 6 * 24)
+
+
 def write_chat_model(path: Path, template: str) -> Path:
     write_tiny_model(path, metadata={"tokenizer.chat_template": template})
     return path

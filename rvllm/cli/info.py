@@ -139,11 +139,12 @@ def _memory(gguf: GGUFFile) -> dict[str, Any]:
     for tensor in gguf.tensors.values():
         if not _core.supports_type(tensor.type_id):
             return {**weights, "error": f"{tensor.name}: type {tensor.type.name} is not supported"}
-    kv_per_token = 2 * KV_ELEMENT_SIZE * config.num_layers * config.num_kv_heads * config.head_dim
+    kv_per_token = 2 * KV_ELEMENT_SIZE * config.num_kv_heads * config.head_dim  # of one layer
+    kept = [min(window or config.context_length, config.context_length) for _, window in config.layers]
     return {
         **weights,
-        "kv_cache_per_token": kv_per_token,
-        "kv_cache_per_context": kv_per_token * config.context_length,
+        "kv_cache_per_token": kv_per_token * config.num_layers,
+        "kv_cache_per_context": kv_per_token * sum(kept),
         "context_length": config.context_length,
     }
 
