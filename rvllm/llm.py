@@ -43,7 +43,7 @@ class LLM:
     and what accuracy is measured against.
     max_model_len: most tokens of prompt and answer together; None: what the model was trained for.
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens computed in one step.
-    num_blocks, kv_cache_memory (bytes): size of the KV cache; None: from the machine's free memory.
+    num_blocks (for layers that see all tokens), kv_cache_memory (bytes): size of the KV cache; None: from free memory.
     kv_cache_dtype: f16, f32, bf16 or q8_0 (half the memory of f16, at some loss).
     gpu_memory_utilization: share of a GPU's memory that weights and the KV cache take together.
     prefill_compute: auto, int8, or on cuda f16: cuBLAS multiplies steps of many tokens, faster, but a request's numbers
