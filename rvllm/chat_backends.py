@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from rvllm.chat_session import ChatDelta, ChatError, ChatTooLongError, Message
+from rvllm.http_client import event_data
 from rvllm.reasoning_formats import find_reasoning
 from rvllm.sampling_params import SamplingParams
 
@@ -57,6 +58,10 @@ class LocalChat:
                     f"the messages have {len(ids)} tokens, too many for a context of "
                     f"{engine.max_model_len} and an answer"
                 )
+            if self._reasoning is not None and any(
+                map(self._llm.tokenizer.has_control, self._reasoning.marks)
+            ):
+                params = replace(params, skip_special_tokens=False)
             group = engine.prepare(request_id, ids, params)
         except ValueError as error:
             raise ChatError(" ".join(str(error).split())) from None
@@ -174,8 +179,8 @@ class ServerChat:
         num_tokens, finish_reason = 0, None
         with response, self._connection_errors():
             for line in response:
-                data = line.strip().removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or not data:
+                data = event_data(line)
+                if not data:
                     continue
                 if data == b"[DONE]":
                     return

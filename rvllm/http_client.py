@@ -20,6 +20,11 @@ from rvllm.version import __version__
 OnEvent = Callable[[bytes], None]
 
 
+def event_data(line: bytes) -> bytes | None:
+    """The data that a line of a stream of events holds; None for one that holds none."""
+    return line[5:].strip() if line.startswith(b"data:") else None
+
+
 @dataclass
 class Response:
     """status: 0 until it is known. headers: by lower-case name. body: empty for a stream of events."""
@@ -125,8 +130,8 @@ class _Exchange(asyncio.Protocol):
             return
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                self._on_event(line[5:].strip())
+            if (event := event_data(line)) is not None:
+                self._on_event(event)
 
     def on_message_complete(self) -> None:
         if not self.done.done():

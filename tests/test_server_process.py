@@ -170,6 +170,26 @@ def test_keys_names_template_and_log_come_from_the_command_line(model: Path, tmp
     assert 'prompts=["[hi]"]' in log and "secret" not in log and request_logger.name in log
 
 
+CLIENT = """import sys, urllib.request
+body = b'{"prompt": "Once", "max_tokens": 60000, "ignore_eos": true, "stream": %s}' % sys.argv[2].encode()
+for line in urllib.request.urlopen(urllib.request.Request(sys.argv[1] + "/v1/completions", body)): pass"""
+
+
+def test_clients_that_are_killed_leave_nothing(model: Path) -> None:
+    with serving("-m", str(model)) as server:
+        url = server.wait_until_ready()
+        clients = [
+            subprocess.Popen([sys.executable, "-c", CLIENT, url, stream]) for stream in ("true", "false") * 2
+        ]
+        wait_until(lambda: httpx.get(f"{url}/health").json()["running"] == 4, 60)
+        for client in clients:
+            client.kill()
+            client.wait()
+        idle = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0}
+        wait_until(lambda: idle.items() <= httpx.get(f"{url}/health").json().items())
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
 def test_a_full_disk_for_logs_is_survived(model: Path) -> None:
     with serving("-m", str(model), "--log-file", "/dev/full") as server:
         url = server.wait_until_ready()

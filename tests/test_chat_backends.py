@@ -1,0 +1,22 @@
+"""LocalChat: what a local model thinks is no part of its answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from server_client import make_llm
+
+from rvllm import SamplingParams, StructuredOutput
+from rvllm.chat_backends import LocalChat
+
+
+@pytest.mark.parametrize("opened", ["", "<think>"])
+def test_a_local_models_thoughts_come_apart(tmp_path: Path, opened: str) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}" + opened + "{# <think> </think> #}"
+    answer = StructuredOutput(regex="ab</think>\\ncd" if opened else "<think>ab</think>\\ncd")
+    params = SamplingParams(max_tokens=40, structured_output=answer)
+    backend = LocalChat(make_llm(tmp_path, template=template), "tiny")
+    deltas = list(backend.stream([{"role": "user", "content": "hi"}], params))
+    assert ("".join(d.reasoning for d in deltas), "".join(d.text for d in deltas)) == ("ab", "cd")
+    assert deltas[-1].finish_reason == "stop"
