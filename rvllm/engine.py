@@ -80,13 +80,9 @@ class EngineStats:
     preemptions: int = 0
     num_running: int = 0
     num_waiting: int = 0
-    free_blocks: int = (
-        0  # of the first group of layers, as are allocated_blocks and num_blocks; cached ones count
-    )
+    free_blocks: int = 0  # of the first group of layers, as are num_blocks and allocated_blocks
     num_blocks: int = 0
-    kv_cache_usage: float = (
-        0.0  # share of the blocks that requests hold, in the group that has the fewest left
-    )
+    kv_cache_usage: float = 0.0  # share of the blocks that requests hold, in the fullest group
 
 
 class LLMEngine:
