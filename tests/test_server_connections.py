@@ -203,13 +203,24 @@ def test_pipelined_requests_are_answered_in_order(url: str) -> None:
     assert answer[answer.rindex(b"HTTP/1.1") :].startswith(b"HTTP/1.1 404")
 
 
-def test_an_upgrade_is_not_followed(url: str) -> None:
-    head = b"Host: tiny\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-    head += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-    with connect(url) as client:
-        client.sendall(b"GET /version HTTP/1.1\r\n" + head)
-        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
-    is_well(url)
+@pytest.mark.parametrize("wish", ["websocket", "h2c"])
+def test_an_upgrade_is_not_followed(url: str, wish: str) -> None:
+    """Java's client and curl --http2 ask for h2c with every first request, bodies and all."""
+    body = b'{"prompt": "Hi", "max_tokens": 1}'
+    head = f"Host: tiny\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: {wish}\r\nHTTP2-Settings: AAMAAABk\r\n"
+    post = f"POST {PATH} HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode()
+    get = f"GET /version HTTP/1.1\r\n{head}\r\n".encode()
+    last = f"GET /nope HTTP/1.1\r\n{head.replace('Upgrade,', 'close, Upgrade,')}\r\n".encode()
+    for sent in (
+        [post + body + get + post + body + last],
+        [post, body, get + post[:60], post[60:], body, last],
+    ):
+        with connect(url) as client:
+            for part in sent:
+                client.sendall(part)
+                time.sleep(0.02)
+            answer = rest(client)
+        assert [answer.count(f"HTTP/1.1 {status} ".encode()) for status in (200, 404)] == [3, 1]
 
 
 # Chats

@@ -6,6 +6,7 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rvllm.server.errors import APIError
@@ -13,6 +14,8 @@ from rvllm.server.errors import APIError
 HEAD_TIMEOUT = 10.0  # seconds for a request line and its headers, or for the rest of a body that nobody reads
 WRITE_TIMEOUT = 300.0  # seconds in which a reader that has stopped must take something
 MAX_HEAD_BYTES = 2**16
+
+_UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
 
 
 class Connection(HttpToolsProtocol):
@@ -43,7 +46,9 @@ class Connection(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete:
             self._start_timer()
         self._num_pending_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        if not self._feed(data):
+            self._refuse(APIError(400, "the request is no valid HTTP"))
         if self._num_pending_bytes > MAX_HEAD_BYTES:
             self._refuse(APIError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes"))
 
@@ -52,6 +57,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the same head comes again, without the wish
         self._is_in_head, self._is_in_body = False, True
         self._num_pending_bytes = 0
         self._stop_timer()
@@ -62,6 +69,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._is_in_body = False
         self._num_pending_bytes = 0
         super().on_message_complete()
@@ -70,9 +79,6 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_in_head and not self.pipeline:
             self._start_timer()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(APIError(400, "the request is no valid HTTP"))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -83,6 +89,38 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
+
+    def _feed(self, data: bytes) -> bool:
+        """Whether it is HTTP. Clients that would rather speak HTTP/2 (Java's, curl --http2) are answered in HTTP/1.1.
+
+        The parser stops behind a head that asks for another protocol, and takes the body for a part of that.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    return False
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                return False
+            else:
+                break
+        return True
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode("ascii")
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [
+                    token for token in value.split(b",") if token.strip().lower() not in _UPGRADE_TOKENS
+                ]
+                value = b",".join(tokens)
+            if name not in _UPGRADE_TOKENS:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     def _start_timer(self) -> None:
         if self._timer is None:
