@@ -45,7 +45,9 @@ class BPETokenizer(Tokenizer):
             data = text.encode()
             if len(data.translate(None, self._missing)) < len(data):
                 self._warn_once("bytes without a token are dropped from the text")
-        return self._library.encode(text, add_special_tokens=False).ids
+        # The library lets other threads run only while it encodes a batch.
+        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def _piece_bytes(self, piece: str) -> bytes:
         return piece_bytes(piece)

@@ -41,7 +41,9 @@ class HFTokenizer(Tokenizer):
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         library = self._special if parse_special else self._plain
-        return library.encode(text, add_special_tokens=False).ids
+        # The library lets other threads run only while it encodes a batch.
+        ids: list[int] = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._encode_text(text, parse_special=False)

@@ -223,7 +223,28 @@ def test_an_upgrade_is_not_followed(url: str, wish: str) -> None:
         assert [answer.count(f"HTTP/1.1 {status} ".encode()) for status in (200, 404)] == [3, 1]
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_long_texts_hold_up_nobody(url: str, path: str) -> None:
+    body = {"prompt": "a long text " * 100_000} if path == "/tokenize" else {"tokens": [65] * 1_000_000}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(url + path, json=body, timeout=60)))
+    count = 0
+    with httpx.Client(base_url=url, timeout=60) as client:
+        thread.start()
+        while thread.is_alive():
+            count += client.get("/health").status_code == 200
+    assert answers[0].status_code == 200 and count >= 5
+
+
 # Chats
+
+
+def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered(server: TinyServer) -> None:
+    limit = server.model.max_prompt_chars
+    message = {"role": "user", "content": "x" * (limit // 2)}
+    for body in ({"messages": [message] * 3}, {"messages": [message], "documents": [{"text": "x" * limit}]}):
+        error = server.refused("/v1/chat/completions", **body)
+        assert error["code"] == "context_length_exceeded" and "characters" in error["message"]
 
 
 def test_a_chat_template_counts_against_the_queue_and_ends_with_its_client(

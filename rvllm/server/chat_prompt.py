@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -100,9 +100,17 @@ def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: An
         )
     if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
-    for message in plain:
-        model.check_length(message["content"])
+    model.check_size(_num_characters([plain, arguments]))
     try:
         return template.encode_chat(model.tokenizer, plain, **arguments)
     except ValueError as error:
         raise from_value_error(error) from None
+
+
+def _num_characters(value: Any) -> int:
+    """Of all texts within."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, value.values()))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 0

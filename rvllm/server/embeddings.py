@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic_core import to_json
 
 from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.generation import refusal
 from rvllm.server.schemas import APIRequest, Prompts, body_schema, json_body, prompt_list
 from rvllm.server.served_model import ServedModel, get_model
-from rvllm.server.streaming import while_connected
+from rvllm.server.streaming import json_response, while_connected
 
 router = APIRouter()
 
@@ -42,7 +43,7 @@ async def create_embeddings(
     request: Request,
     body: Annotated[EmbeddingRequest, Depends(json_body(EmbeddingRequest))],
     model: Annotated[ServedModel, Depends(get_model)],
-) -> JSONResponse:
+) -> Response:
     """A vector of length 1 for each input."""
     model.check_name(body.model)
     prompts = prompt_list(body.input)
@@ -63,7 +64,8 @@ async def create_embeddings(
     ]
     num_tokens = sum(count for _, count in embeddings)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    return JSONResponse({"object": "list", "data": data, "model": model.name, "usage": usage})
+    answer = {"object": "list", "data": data, "model": model.name, "usage": usage}
+    return json_response(await asyncio.to_thread(to_json, answer))  # which may be large
 
 
 def _base64(vector: list[float]) -> Any:

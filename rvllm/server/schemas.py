@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -55,7 +56,7 @@ def json_body(model: type[Model]) -> Callable[[Request], Coroutine[Any, Any, Mod
     """
 
     async def parse(request: Request) -> Model:
-        data = await read_body(request)
+        data = (await read_body(request)).removeprefix(BOM_UTF8)  # which some clients on Windows send
         try:
             body = model.model_validate_json(data)
         except ValidationError as error:

@@ -62,9 +62,14 @@ class ServedModel:
 
     def check_length(self, prompt: str | Sequence[int], field: str = "prompt") -> None:
         """Raises APIError for a text that cannot fit, without encoding it."""
-        if isinstance(prompt, str) and len(prompt) > self.max_prompt_chars:
+        if isinstance(prompt, str):
+            self.check_size(len(prompt), field)
+
+    def check_size(self, num_characters: int, field: str = "prompt") -> None:
+        """Raises APIError for more characters than any prompt has that fits."""
+        if num_characters > self.max_prompt_chars:
             raise bad_request(
-                f"the {field} has {len(prompt)} characters, more than max_model_len {self.max_model_len} tokens can "
+                f"the {field} has {num_characters} characters, more than max_model_len {self.max_model_len} tokens can "
                 "hold",
                 code="context_length_exceeded",
             )

@@ -24,6 +24,10 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + to_json(data) + b"\n\n"
 
 
+def json_response(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
 class EventStream(Response):
     """Sends events as they come, no faster than the client reads. close() is called at the end, however it comes."""
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic_core import to_json
 
 from rvllm.server.chat_prompt import ChatPrompt
 from rvllm.server.errors import bad_request
 from rvllm.server.generation import work
 from rvllm.server.schemas import APIRequest, body_schema, json_body
 from rvllm.server.served_model import ServedModel, get_model
+from rvllm.server.streaming import json_response
 
 router = APIRouter()
 
@@ -41,7 +43,7 @@ async def tokenize(
     request: Request,
     body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))],
     model: Annotated[ServedModel, Depends(get_model)],
-) -> dict[str, Any]:
+) -> Response:
     """Token ids of a text or of a conversation."""
     model.check_name(body.model)
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
@@ -49,10 +51,10 @@ async def tokenize(
         raise bad_request(f"one of prompt, content and messages is needed, got {len(given)}", "prompt")
     encode = _chat_ids if given == ["messages"] else _text_ids
 
-    def answer() -> dict[str, Any]:
-        return _answer(body, model, encode(body, model))
+    def answer() -> bytes:
+        return to_json(_answer(body, model, encode(body, model)))
 
-    return await work(request, model, answer)
+    return json_response(await work(request, model, answer))
 
 
 def _answer(body: TokenizeRequest, model: ServedModel, ids: list[int]) -> dict[str, Any]:
@@ -88,20 +90,20 @@ async def detokenize(
     request: Request,
     body: Annotated[DetokenizeRequest, Depends(json_body(DetokenizeRequest))],
     model: Annotated[ServedModel, Depends(get_model)],
-) -> dict[str, Any]:
+) -> Response:
     """The text of token ids, control tokens by name."""
     model.check_name(body.model)
     size = model.tokenizer.vocab_size
 
-    def decode() -> str:
+    def answer() -> bytes:
         for i, token_id in enumerate(body.tokens):
             if not 0 <= token_id < size:
                 message = f"tokens.{i}: {token_id!r:.30} is no token id in [0, {size - 1}]"
                 raise bad_request(message, f"tokens.{i}")
-        return model.tokenizer.decode(body.tokens, False)
+        text = model.tokenizer.decode(body.tokens, False)
+        return to_json({"prompt": text, "content": text})
 
-    text = await work(request, model, decode)
-    return {"prompt": text, "content": text}
+    return json_response(await work(request, model, answer))
 
 
 @router.get("/tokenizer_info")
