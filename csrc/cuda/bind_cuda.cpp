@@ -11,7 +11,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "rvllm on NVIDIA GPUs";
   py::module_::import("rvllm._core");  // has the class Backend
 
-  py::class_<CudaBackend, Backend, std::shared_ptr<CudaBackend>>(m, "CudaBackend")
+  // Local to the module: the tests load a second one, over the emulator, beside this.
+  py::class_<CudaBackend, Backend, std::shared_ptr<CudaBackend>>(m, "CudaBackend", py::module_local())
       .def_property_readonly("memory_info", &CudaBackend::memory_info, "(bytes of device memory free, bytes in all)")
       .def_property_readonly("num_replayed", &CudaBackend::num_replayed, "Steps that were replayed as graphs.");
 
