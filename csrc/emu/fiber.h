@@ -25,8 +25,8 @@ void start_fiber(Fiber& fiber, char* stack, size_t bytes, void (*entry)());
 void switch_fiber(Fiber& from, Fiber& to);
 
 // The rest tells ThreadSanitizer what orders the fibers; without it these do nothing.
-void tsan_adopt_current(Fiber& fiber);  // the fiber that runs now: the system's own thread
-void tsan_destroy(Fiber& fiber);
+void tsan_begin_launch(Fiber& fiber);  // the fiber that runs now, the system's own thread, is the scheduler
+void tsan_retire(Fiber& fiber);        // it has ended; threads of a later launch may take its place
 void tsan_acquire(void* object);
 void tsan_release(void* object);
 

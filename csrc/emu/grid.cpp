@@ -8,7 +8,6 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
-#include <list>
 #include <mutex>
 #include <numeric>
 #include <random>
@@ -43,10 +42,14 @@ struct GpuThread : Thread {
 // The lanes of a warp that meet under one mask. Slots alternate, so that a fast lane does not overwrite what a slow one
 // has yet to read.
 struct WarpMeeting {
-  unsigned mask = 0, arrived = 0, generation = 0;
-  int site = 0;
+  unsigned mask, arrived, generation, index;
+  int site;
   uint64_t slots[2][kWarpSize];
-  char order[2];  // for ThreadSanitizer
+};
+// Of fixed size: what one fiber allocates and another frees looks like a race.
+struct Warp {
+  unsigned count = 0;
+  WarpMeeting meetings[kWarpSize];
 };
 
 struct Abort {};  // unwinds the threads of a launch that has failed
@@ -58,7 +61,7 @@ char* g_stacks = nullptr;
 size_t g_stacks_used = 0;
 SharedMemory g_shared;
 std::vector<GpuThread> g_threads(kMaxThreads);
-std::vector<std::list<WarpMeeting>> g_warps;  // lists: a thread that waits holds on to its meeting
+Warp g_warps[kMaxThreads / kWarpSize];
 Fiber g_scheduler;
 GpuThread* g_running = nullptr;
 const GridConfig* g_config = nullptr;
@@ -66,7 +69,22 @@ const std::function<void()>* g_body = nullptr;
 unsigned g_count = 0, g_live = 0, g_at_barrier = 0;
 uint64_t g_barrier_generation = 0;
 bool g_aborted = false;
-char g_barrier_order[2], g_launch_order[2];
+char g_launch_begin, g_launch_end;  // for ThreadSanitizer
+size_t g_block_number = 0;          // in the launch
+
+// What the threads of a block release and acquire, for ThreadSanitizer: at addresses of the block's own, since blocks are
+// not ordered. `i`: 0 is the barrier, the rest are warps' meetings; they alternate like the slots.
+void* order_object(unsigned i, uint64_t generation) {
+#if defined(RV_EMU_TSAN)
+  constexpr size_t kObjects = 2 * (1 + kMaxThreads), kBytes = size_t(1) << 36;  // addresses only: never touched
+  static char* const base = map_memory(kBytes);
+  return base + ((g_block_number * kObjects + 2 * i + (generation & 1)) * 8) % kBytes;
+#else
+  (void)i;
+  (void)generation;
+  return nullptr;
+#endif
+}
 
 void abort_launch(const std::string& text) {
   if (!g_aborted) g_report = g_config->name + text;
@@ -94,12 +112,12 @@ void release_barrier() {
 }
 
 void thread_entry() {
-  tsan_acquire(&g_launch_order[0]);
+  tsan_acquire(&g_launch_begin);
   try {
     (*g_body)();
   } catch (Abort&) {
   }
-  tsan_release(&g_launch_order[1]);
+  tsan_release(&g_launch_end);
   g_running->state = State::kDone;
   --g_live;
   if (g_live > 0 && g_at_barrier == g_live) {
@@ -198,9 +216,10 @@ void run_block(const GridConfig& config, const Coord& block, Schedule& schedule)
   g_at_barrier = 0;
   ++g_statistics.blocks;
   g_statistics.threads += g_count;
-  g_warps.assign((g_count + kWarpSize - 1) / kWarpSize, {});
+  const unsigned num_warps = (g_count + kWarpSize - 1) / kWarpSize;
+  for (unsigned w = 0; w < num_warps; ++w) g_warps[w].count = 0;
   start_threads(config, block);
-  std::vector<unsigned> warps = counted(g_warps.size()), lanes = counted(kWarpSize);
+  std::vector<unsigned> warps = counted(num_warps), lanes = counted(kWarpSize);
   schedule.arrange(warps);
   schedule.arrange(lanes);
   while (g_live > 0) {
@@ -212,25 +231,30 @@ void run_block(const GridConfig& config, const Coord& block, Schedule& schedule)
     for (const unsigned warp : warps) progress |= run_warp(warp, lanes, schedule.random());
     if (!progress) report_deadlock(block);
   }
-  for (unsigned i = 0; i < g_count; ++i) tsan_destroy(g_threads[i].fiber);
+  for (unsigned i = 0; i < g_count; ++i) tsan_retire(g_threads[i].fiber);
   g_statistics.max_shared_bytes = std::max(g_statistics.max_shared_bytes, g_shared.bytes());
+  ++g_block_number;
 }
 
 WarpMeeting& meeting(unsigned mask, int site) {
   const Thread& self = *current_thread;
   if (!(mask >> self.lane & 1)) kernel_error("lane %u calls a warp operation whose mask %08x leaves it out", self.lane, mask);
-  auto& meetings = g_warps[self.warp];
-  for (WarpMeeting& m : meetings) {
+  Warp& warp = g_warps[self.warp];
+  for (unsigned i = 0; i < warp.count; ++i) {
+    WarpMeeting& m = warp.meetings[i];
     if (m.mask != mask) continue;
     if (m.arrived && m.site != site)
       kernel_error("lanes of one warp meet at different warp operations, of lines %d and %d", m.site, site);
     m.site = site;
     return m;
   }
-  meetings.emplace_back();
-  meetings.back().mask = mask;
-  meetings.back().site = site;
-  return meetings.back();
+  if (warp.count == kWarpSize) kernel_error("a warp uses more than %u masks", kWarpSize);
+  WarpMeeting& m = warp.meetings[warp.count];
+  m.mask = mask;
+  m.arrived = m.generation = 0;
+  m.index = 1 + self.warp * kWarpSize + warp.count++;
+  m.site = site;
+  return m;
 }
 
 }  // namespace
@@ -260,8 +284,8 @@ void kernel_error(const char* format, ...) {
 }
 
 void barrier(int site) {
-  const auto parity = g_barrier_generation & 1;
-  tsan_release(&g_barrier_order[parity]);
+  void* const order = order_object(0, g_barrier_generation);
+  tsan_release(order);
   for (unsigned i = 0; g_at_barrier > 0 && i < g_count; ++i) {
     if (g_threads[i].state != State::kAtBarrier) continue;
     if (g_threads[i].site != site)
@@ -273,7 +297,7 @@ void barrier(int site) {
     release_barrier();
   else
     wait(State::kAtBarrier, site);
-  tsan_acquire(&g_barrier_order[parity]);
+  tsan_acquire(order);
 }
 
 const uint64_t* warp_exchange(unsigned mask, uint64_t value, int site) {
@@ -296,8 +320,8 @@ const uint64_t* warp_exchange(unsigned mask, uint64_t value, int site) {
 }
 
 void warp_sync(unsigned mask, int site) {
-  WarpMeeting& m = meeting(mask, site);
-  char* order = &m.order[m.generation & 1];
+  const WarpMeeting& m = meeting(mask, site);
+  void* const order = order_object(m.index, m.generation);
   tsan_release(order);
   warp_exchange(mask, 0, site);
   tsan_acquire(order);
@@ -315,9 +339,10 @@ bool run_grid(const GridConfig& config, const std::function<void()>& body) {
   g_aborted = false;
   g_count = config.block.x * config.block.y * config.block.z;
   g_shared.begin_launch();
+  g_block_number = 0;
   ++g_statistics.launches;
-  tsan_adopt_current(g_scheduler);
-  tsan_release(&g_launch_order[0]);
+  tsan_begin_launch(g_scheduler);
+  tsan_release(&g_launch_begin);
 
   Schedule schedule;
   std::vector<unsigned> blocks = counted(size_t(config.grid.x) * config.grid.y * config.grid.z);
@@ -326,7 +351,7 @@ bool run_grid(const GridConfig& config, const std::function<void()>& body) {
     run_block(config, {b % config.grid.x, b / config.grid.x % config.grid.y, b / config.grid.x / config.grid.y}, schedule);
     if (g_aborted) break;
   }
-  tsan_acquire(&g_launch_order[1]);
+  tsan_acquire(&g_launch_end);
   current_thread = nullptr;
   return !g_aborted;
 }

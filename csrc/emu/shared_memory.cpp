@@ -59,6 +59,7 @@ void SharedMemory::begin_launch() {
   if (!arena_) {
     arena_ = map_memory(kArenaBytes);
     used_ = kArenaBytes;
+    arrays_.reserve(1 << 14);  // never to move: kernels add to it from their own stacks
   }
   if (__asan_poison_memory_region) __asan_poison_memory_region(arena_, used_);
   used_ = kGap;

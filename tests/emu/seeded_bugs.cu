@@ -45,6 +45,18 @@ __global__ void blocks_race(float* out) {
     out[threadIdx.x] += 1;
 }
 
+// A barrier orders the threads of one block, not the blocks.
+template <bool kFixed>
+__global__ void blocks_race_across_barriers(float* out) {
+  RV_SHARED(float, values, kThreads);
+  if (blockIdx.x == 0) out[threadIdx.x] = 1;
+  values[threadIdx.x] = 1;
+  __syncthreads();
+  __syncwarp();
+  if (blockIdx.x == (kFixed ? 0 : 1)) out[threadIdx.x] *= values[threadIdx.x ^ 32];
+  __syncthreads();
+}
+
 template <bool kFixed>
 __global__ void uninitialised_shared(float* out) {
   RV_SHARED(float, values, kThreads);
@@ -271,6 +283,7 @@ const Case kCases[] = {
     {"exchange_without_syncwarp",
      [](bool f) { run(KERNELS(exchange_without_syncwarp), f, 1, [](int i) { return float(i); }); }},
     {"blocks_race", [](bool f) { run(KERNELS(blocks_race), f, 4, [](int) { return 4.0f; }); }},
+    {"blocks_race_across_barriers", [](bool f) { run(KERNELS(blocks_race_across_barriers), f, 2, one); }},
     {"uninitialised_shared", [](bool f) { run(KERNELS(uninitialised_shared), f, 1, one); }},
     {"divergent_barrier", [](bool f) { run(KERNELS(divergent_barrier), f, 1, one); }},
     {"barrier_against_shuffle", [](bool f) { run(KERNELS(barrier_against_shuffle), f, 1, one); }},

@@ -39,14 +39,19 @@ LAZY = [
     "streams_without_event",
     "default_stream_unwaited",
 ]
-TSAN = ["sum_without_syncthreads", "exchange_without_syncwarp", "blocks_race"]
+TSAN = [
+    "sum_without_syncthreads",
+    "exchange_without_syncwarp",
+    "blocks_race",
+    "blocks_race_across_barriers",
+]
 ASAN = {
     "overread": "heap-buffer-overflow",
     "shared_overflow": "index 128 out of bounds",
     "misaligned_float4": "misaligned address",
     "integer_overflow": "signed integer overflow",
 }
-ALL = [*REPORTED, *LAZY, *ASAN, "exchange_without_syncwarp", "blocks_race", "host_dereference"]
+ALL = sorted({*REPORTED, *LAZY, *ASAN, *TSAN, "host_dereference"})
 
 
 @cache

@@ -1,0 +1,79 @@
+"""Whole models on the CUDA backend: token for token what the CPU answers, for many requests at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices import CPU, DEVICES, VARIANT, Device, use_cuda
+from tiny_gguf import write_tiny_model
+
+from rvllm import LLM, SamplingParams
+from rvllm.request import RequestOutput
+
+NUM_TOKENS = 16 if VARIANT == "plain" else 3
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2, ignore_eos=True)
+MIN_MARGIN = 1e-3  # of log-probability between the best tokens; float weights differ by far less
+
+MODELS = {
+    "llama-q4_1": {"quant": "Q4_1"},
+    "llama-k-quants": {"quant": {"*.ffn_down.*": "Q6_K", "token_embd.*": "Q8_0", "*": "Q4_K"}},
+    "qwen3-q8_0": {"arch": "qwen3", "quant": "Q8_0", "tied": False},
+    "gemma3-windows": {"arch": "gemma3", "quant": "Q5_0", "layers": 7, "sliding_window": 24, "kv_heads": 1},
+    "gpt-oss-mxfp4": {"arch": "gpt-oss", "quant": {"*_exps.*": "MXFP4", "*": "Q8_0"}, "tied": False},
+    "qwen2-f16": {"arch": "qwen2", "quant": "F16"},
+}
+FLOAT_MATRICES = (
+    "qwen2-f16",
+    "gpt-oss-mxfp4",
+)  # whose products have an order of their own; of the second, the router
+if VARIANT == "tsan":  # a hundred times slower
+    MODELS = {"llama-q4_1": MODELS["llama-q4_1"]}
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of 1 to 40 tokens; some share a prefix that ends inside a block."""
+    rng = np.random.default_rng(11)
+    prefix = rng.integers(0, 256, 21).tolist()
+    return [
+        (prefix if i % 3 == 0 else []) + rng.integers(0, 256, n).tolist()
+        for i, n in enumerate([1, 17, 9, 4, 40] if VARIANT == "plain" else [1, 7])
+    ]
+
+
+def answers(outputs: list[RequestOutput]) -> tuple[list[list[int]], list[list[list[float]]]]:
+    """Token ids of each request, and the best log-probabilities of each of its tokens."""
+    choices = [output.outputs[0] for output in outputs]
+    logprobs = [
+        [[p.logprob for p in entry.values()] for entry in choice.logprobs or []] for choice in choices
+    ]
+    return [choice.token_ids for choice in choices], logprobs
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d != CPU], ids=lambda device: device.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_those_of_the_cpu(
+    name: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_tiny_model(path, **MODELS[name])
+    settings = {
+        "num_threads": 1,
+        # Products by F16 weights and more tokens are cuBLAS's, in half precision.
+        "max_num_batched_tokens": 16 if name.endswith("f16") else 32,
+        "max_model_len": 128,
+    }
+    tokens, logprobs = answers(
+        LLM(path, isa="scalar", **settings).generate(prompts(), PARAMS, use_tqdm=False)
+    )
+    assert min(best - second for request in logprobs for best, second, *_ in request) > MIN_MARGIN
+    use_cuda(device, monkeypatch)
+    out_tokens, out_logprobs = answers(
+        LLM(path, device="cuda", **settings).generate(prompts(), PARAMS, use_tqdm=False)
+    )
+    assert out_tokens == tokens
+    if name in FLOAT_MATRICES:
+        np.testing.assert_allclose(out_logprobs, logprobs, atol=MIN_MARGIN / 2)
+    else:
+        assert out_logprobs == logprobs
