@@ -130,6 +130,9 @@ class Backend {
   virtual void add(Tensor x, Tensor y, float scale) = 0;                        // x += scale * y
   virtual void add_gated(Tensor x, Tensor y, Tensor gate) = 0;                  // x += sigmoid(gate[T, 1]) * y
   virtual void gather_rows(Tensor out, Tensor x) = 0;                           // out[i] = x[logits_indices[i]]
+  // Of each row the column of its largest element, the first of equals, or -1 where one is no finite number; on the host,
+  // until the next call.
+  virtual const int32_t* argmax(Tensor x) = 0;
   virtual void scale_logits(Tensor x, float scale, float soft_cap) = 0;  // x *= scale, then soft_cap as in attention
 };
 

@@ -178,6 +178,11 @@ FloatArray add(Backend& backend, const FloatArray& x, const FloatArray& y, float
   return a.numpy();
 }
 
+py::array_t<int32_t> argmax(Backend& backend, const FloatArray& x) {
+  const DeviceMatrix a(backend, x);
+  return py::array_t<int32_t>(a.tensor.rows, backend.argmax(a.tensor));
+}
+
 FloatArray scale_logits(Backend& backend, const FloatArray& x, float scale, float soft_cap) {
   const DeviceMatrix a(backend, x);
   backend.scale_logits(a.tensor, scale, soft_cap);
@@ -240,6 +245,7 @@ void bind_ops(py::module_& m) {
           py::arg("activation") = Activation::kSiluGated);
   ops.def("add_gated", &add_gated, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("gate"));
   ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("scale") = 1.0f);
+  ops.def("argmax", &argmax, py::arg("backend"), py::arg("x"));
   ops.def("scale_logits", &scale_logits, py::arg("backend"), py::arg("x"), py::arg("scale"), py::arg("soft_cap"));
   ops.def("attention", &attention, py::arg("backend"), py::arg("q"), py::arg("k"), py::arg("v"), py::arg("positions"),
           py::arg("slot_mapping"), py::arg("query_start_loc"), py::arg("context_lens"), py::arg("block_tables"),

@@ -330,14 +330,21 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
   const Tensor x = forward(batch);
   std::vector<Sample> samples(readers.size());
   for_logits(batch, [&](int64_t first, Tensor logits) {
-    float* rows = backend_->download(logits);
     if (first == 0 && before_sampling) before_sampling();
+    // Where every row wants its best token alone, only these come down from the device.
+    const auto* const begin = readers.data() + first;
+    const bool greedy = std::all_of(begin, begin + logits.rows,
+                                    [](const LogitsReader& r) { return r.sampler && r.sampler->is_greedy(); });
+    const int32_t* const best = greedy ? backend_->argmax(logits) : nullptr;
+    float* const rows = greedy ? nullptr : backend_->download(logits);
     backend_->pool().parallel_for(logits.rows, 1, [&](int64_t row, int64_t, int) {
       const LogitsReader& reader = readers[size_t(first + row)];
       Sample& sample = samples[size_t(first + row)];
-      float* values = rows + row * logits.cols;
+      float* const values = greedy ? nullptr : rows + row * logits.cols;
       try {
-        if (reader.sampler) {
+        if (greedy) {
+          sample = reader.sampler->take_best(best[row]);
+        } else if (reader.sampler) {
           sample = reader.sampler->sample(values);
         } else {
           check_logits(values, config_.vocab_size);

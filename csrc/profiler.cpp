@@ -7,11 +7,11 @@ namespace {
 
 enum Operation : size_t {
   kSampling, kUpload, kDownload, kEmbedding, kNorm, kRope, kStoreKv, kPagedAttention, kAdd,
-  kRoute, kCombine, kAddGated, kGatherRows, kScaleLogits, kFirstLinear,
+  kRoute, kCombine, kAddGated, kGatherRows, kArgmax, kScaleLogits, kFirstLinear,
 };
 constexpr const char* kNames[kFirstLinear] = {
     "sampling", "upload", "download", "embedding", "norm", "rope", "store_kv", "paged_attention",
-    "add", "route", "combine", "add_gated", "gather_rows", "scale_logits",
+    "add", "route", "combine", "add_gated", "gather_rows", "argmax", "scale_logits",
 };
 
 // Of the experts that so many rows use, at most.
@@ -154,6 +154,12 @@ void ProfiledBackend::add_gated(Tensor x, Tensor y, Tensor gate) {
 
 void ProfiledBackend::gather_rows(Tensor out, Tensor x) {
   time(kGatherRows, 0, 0, [&] { backend_->gather_rows(out, x); });
+}
+
+const int32_t* ProfiledBackend::argmax(Tensor x) {
+  const int32_t* best = nullptr;
+  time(kArgmax, 0, 0, [&] { best = backend_->argmax(x); });
+  return best;
 }
 
 void ProfiledBackend::scale_logits(Tensor x, float scale, float soft_cap) {

@@ -68,6 +68,7 @@ class ProfiledBackend final : public Backend {
   void add(Tensor x, Tensor y, float scale) override;
   void add_gated(Tensor x, Tensor y, Tensor gate) override;
   void gather_rows(Tensor out, Tensor x) override;
+  const int32_t* argmax(Tensor x) override;
   void scale_logits(Tensor x, float scale, float soft_cap) override;
 
  private:

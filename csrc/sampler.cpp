@@ -11,6 +11,7 @@ namespace {
 
 constexpr double kGreedyTemperature = 1e-5;  // below it, logits / temperature leaves float32's range
 constexpr int kLanes = 16;
+constexpr char kNotFinite[] = "the model's logits are not finite numbers";
 
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): 53 random bits as [0, 1).
 double philox_uniform(uint64_t seed, uint64_t position, uint32_t index) {
@@ -123,8 +124,10 @@ Sampler::Sampler(SamplerConfig config) : config_(std::move(config)) {
 }
 
 void check_logits(const float* logits, int n) {
-  if (!all_finite(logits, n)) throw std::runtime_error("the model's logits are not finite numbers");
+  if (!all_finite(logits, n)) throw std::runtime_error(kNotFinite);
 }
+
+int32_t best_token(const float* logits, int n) { return all_finite(logits, n) ? argmax(logits, n) : -1; }
 
 std::vector<Logprob> log_probabilities(const float* logits, int n, int32_t token_id, int num_best) {
   const float largest = logits[argmax(logits, n)];
@@ -137,6 +140,19 @@ std::vector<Logprob> log_probabilities(const float* logits, int n, int32_t token
   for (const auto& [logit, id] : largest_of(logits, n, size_t(std::min(num_best, n))))
     entries.push_back({id, float(double(logit) - log_total), ++rank});
   return entries;
+}
+
+bool Sampler::is_greedy() const {
+  const SamplerConfig& c = config_;
+  return (c.temperature < kGreedyTemperature || c.top_k == 1 || c.top_p <= 0) && c.num_logprobs < 0 &&
+         c.repetition_penalty == 1 && c.presence_penalty == 0 && c.frequency_penalty == 0 && c.logit_bias.empty() &&
+         (position_ >= uint64_t(c.min_tokens) || c.stop_token_ids.empty()) && allowed_.empty();
+}
+
+Sample Sampler::take_best(int32_t token_id) {
+  if (token_id < 0) throw std::runtime_error(kNotFinite);
+  ++position_;
+  return {token_id, {}, {}};
 }
 
 Sample Sampler::sample(float* logits) {

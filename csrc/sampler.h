@@ -42,6 +42,9 @@ struct Sample {
 // Throws runtime_error when not all n logits are finite numbers.
 void check_logits(const float* logits, int n);
 
+// The first of the largest of n logits; -1 when not all are finite numbers.
+int32_t best_token(const float* logits, int n);
+
 // The entry of token_id, then the num_best most likely tokens.
 std::vector<Logprob> log_probabilities(const float* logits, int n, int32_t token_id, int num_best);
 
@@ -55,6 +58,11 @@ class Sampler {
   // The choice depends on the logits, the seed and how many tokens came before: never on other requests.
   // Throws runtime_error when the logits are not finite numbers, or all tokens are banned.
   Sample sample(float* logits);
+
+  // The next token is the best one of the model's own distribution, and nothing else is asked for.
+  bool is_greedy() const;
+  // Takes the token that sample would pick while is_greedy(); -1 stands for logits that are not finite numbers.
+  Sample take_best(int32_t token_id);
 
   // The next token is one of those whose bit i % 32 of word i / 32 is set. Holds for one token.
   void set_allowed(std::vector<int32_t> words) { allowed_ = std::move(words); }

@@ -201,6 +201,17 @@ def test_add(backend: _core.CpuBackend) -> None:
     np.testing.assert_array_equal(ops.add(backend, x, y, 0.22), x + np.float32(0.22) * y)
 
 
+@pytest.mark.parametrize("n", [3, 15, 16, 1000, 4099])
+def test_argmax(backend: _core.CpuBackend, n: int) -> None:
+    x = normal(9, n)
+    x[1] = -7.0  # all alike
+    x[2, n // 2], x[3, n - 1], x[4, 0] = 99.0, 99.0, 99.0
+    x[5, n // 3 :] = 50.0  # the first of equals
+    for row, value in ((6, np.nan), (7, np.inf), (8, -np.inf)):
+        x[row, n // 2] = value
+    np.testing.assert_array_equal(ops.argmax(backend, x), [*x[:6].argmax(axis=1), -1, -1, -1])
+
+
 @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
 def test_scale_logits(backend: _core.CpuBackend, soft_cap: float) -> None:
     x = normal(3, 37) * 100

@@ -76,7 +76,7 @@ def test_calls_bytes_and_operations_are_exact(profiled: LLM) -> None:
         assert linear.num_bytes == linear.calls * n * k * 20 / 32  # Q4_1: 20 bytes for 32 weights
     assert operations["linear token_embd"].macs == len(PROMPTS) * GREEDY.max_tokens * VOCAB * HIDDEN
     assert operations["rope"].calls == 2 * steps * LAYERS
-    assert operations["sampling"].calls == operations["download"].calls <= steps
+    assert operations["sampling"].calls == operations["argmax"].calls <= steps
     # Position p sees p + 1 positions; a multiply for the score and one for the value.
     seen = sum((n + GREEDY.max_tokens - 1) * (n + GREEDY.max_tokens) // 2 for n in map(len, PROMPTS))
     assert operations["paged_attention"].macs == LAYERS * seen * q * 2

@@ -9,6 +9,7 @@
 #include "cpu/cpu_features.h"
 #include "cpu/cpu_kv_cache.h"
 #include "cpu/cpu_weight.h"
+#include "sampler.h"
 
 namespace rvllm {
 namespace {
@@ -176,6 +177,12 @@ void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
 
 void CpuBackend::add(Tensor x, Tensor y, float scale) {
   for_rows(x.rows, [&](int64_t t, int) { kernels_.add(x.row(t), y.row(t), scale, int(x.cols)); });
+}
+
+const int32_t* CpuBackend::argmax(Tensor x) {
+  best_.resize(size_t(x.rows));
+  for_rows(x.rows, [&](int64_t t, int) { best_[size_t(t)] = best_token(x.row(t), int(x.cols)); });
+  return best_.data();
 }
 
 void CpuBackend::scale_logits(Tensor x, float scale, float soft_cap) {

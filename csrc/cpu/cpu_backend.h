@@ -57,6 +57,7 @@ class CpuBackend final : public Backend {
   void add(Tensor x, Tensor y, float scale) override;
   void add_gated(Tensor x, Tensor y, Tensor gate) override;
   void gather_rows(Tensor out, Tensor x) override;
+  const int32_t* argmax(Tensor x) override;
   void scale_logits(Tensor x, float scale, float soft_cap) override;
 
  private:
@@ -90,6 +91,7 @@ class CpuBackend final : public Backend {
   std::vector<int8_t> q_;
   std::vector<float> scale_, scaled_sum_;
   std::vector<int32_t> sum_, half_sum_;
+  std::vector<int32_t> best_;        // of argmax
   std::vector<float> linear_input_;  // what norm_linear and activated_linear multiply
 };
 

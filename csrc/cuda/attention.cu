@@ -118,7 +118,7 @@ __device__ __forceinline__ float soften(float* scores, int lane, bool is_visible
 // grid: [units, KV heads x parts of their query heads, partitions or 1]; block: 256 threads. Bound by reads of the cache
 // while rows are few, by float operations else.
 template <class Cache, int R>
-__global__ void __launch_bounds__(kThreads) attention_kernel(AttentionArgs a) {
+__global__ void __launch_bounds__(kThreads, 2) attention_kernel(AttentionArgs a) {
   using Element = typename Cache::Element;
   RV_DYN_SHARED(float, shared);  // q [R, padded D], weights [R, kPartition]
   RV_SHARED(float, row_largest, R);

@@ -11,7 +11,8 @@ namespace rvllm {
 namespace {
 
 enum Op : int {
-  kEmbedding, kNorm, kLinear, kRope, kStoreKv, kAttention, kRoute, kCombine, kAdd, kAddGated, kGatherRows, kScaleLogits
+  kEmbedding, kNorm, kLinear, kRope, kStoreKv, kAttention, kRoute, kCombine, kAdd, kAddGated, kGatherRows, kArgmax,
+  kScaleLogits
 };
 
 Signature signature(Op op, Tensor a, Tensor b = {}) {
@@ -75,7 +76,13 @@ void CudaBackend::synchronize() {
 }
 
 float* CudaBackend::download(Tensor x) {
-  const size_t bytes = size_t(x.rows * x.cols) * sizeof(float), pitch = size_t(x.stride) * sizeof(float);
+  return static_cast<float*>(
+      to_host(x.data, size_t(x.stride) * sizeof(float), size_t(x.cols) * sizeof(float), size_t(x.rows)));
+}
+
+// Rows that lie `pitch` bytes apart, to pinned memory, without gaps.
+void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t rows) {
+  const size_t bytes = width * rows;
   if (download_bytes_ < bytes) {
     void* p = nullptr;
     download_memory_.reset();
@@ -85,11 +92,10 @@ float* CudaBackend::download(Tensor x) {
   }
   graphs_->flush();
   if (bytes > 0)
-    check_cuda(cudaMemcpy2DAsync(download_memory_.get(), size_t(x.cols) * sizeof(float), x.data, pitch,
-                                 size_t(x.cols) * sizeof(float), size_t(x.rows), cudaMemcpyDeviceToHost, stream_),
+    check_cuda(cudaMemcpy2DAsync(download_memory_.get(), width, data, pitch, width, rows, cudaMemcpyDeviceToHost, stream_),
                "copying from the device");
   synchronize();
-  return static_cast<float*>(download_memory_.get());
+  return download_memory_.get();
 }
 
 std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts, const std::vector<HostTensor>& biases) {
@@ -256,12 +262,18 @@ void CudaBackend::multiply(Tensor out, const Rows& rows, const Weight& weight) {
   }
   const Weight* const device_weight = &weight;
   const void* const norm_weight = rows.norm.weight;
+  const auto residual = std::make_shared<Residual>();
   enqueue(with(signature(kLinear, out, rows.x), device_weight, norm_weight, int(rows.kind), int(rows.activation),
                rows.norm.eps, rows.per_source, rows.experts ? rows.experts->num_choices : 0),
-          [=] { multiply_now(out, rows, *device_weight); });
+          [=] { multiply_now(out, rows, *device_weight, *residual); });
+  open_ = {};
+  if (rows.experts) return;
+  open_.num_noted = graphs_->num_noted();
+  open_.out = out;
+  open_.residual = residual;
 }
 
-void CudaBackend::multiply_now(Tensor out, const Rows& rows, const Weight& weight) {
+void CudaBackend::multiply_now(Tensor out, const Rows& rows, const Weight& weight, const Residual& residual) {
   const auto& w = static_cast<const CudaWeight&>(weight);
   const ExpertRows experts = rows.experts ? *rows.experts : ExpertRows{};
   const int64_t places = rows.experts ? 8 * int64_t(experts.num_tiles) : rows.count;
@@ -288,12 +300,20 @@ void CudaBackend::multiply_now(Tensor out, const Rows& rows, const Weight& weigh
     const float* const bias = w.bias() ? w.bias() + bias_at : nullptr;
     bias_at += m.rows * w.num_experts;
     const Tensor columns = out.columns(m.first_row, m.rows);
+    Residual here = residual;
+    if (here.rows) here.rows += m.first_row;
     if (uses_blas(m, rows))
       multiply_by_blas(columns, floats, m, bias);
     else if (m.format >= 0)
-      quantized_linear(m, int8, count, experts, bias, columns.data, out.stride, num_processors_, stream_);
+      quantized_linear(m, int8, count, experts, bias, columns.data, out.stride, here, num_processors_, stream_);
     else
       matvec(columns, floats, m, bias, experts, rows.per_source, stream_);
+    if (here.rows && (m.format < 0 || uses_blas(m, rows))) {
+      Tensor sum = columns;
+      sum.data = here.rows;
+      sum.stride = here.stride;
+      rvllm::add(sum, columns, here.scale, stream_);
+    }
   }
 }
 
@@ -311,8 +331,23 @@ void CudaBackend::multiply_by_blas(Tensor out, Tensor x, const DeviceMatrix& w, 
 }
 
 void CudaBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
-  enqueue(with(signature(kRope, x, cos_sin), head_dim, interleaved),
-          [=] { rvllm::rope(x, head_dim, cos_sin, interleaved, stream_); });
+  const uint64_t key = with(signature(kRope, x, cos_sin), head_dim, interleaved).value();
+  // Keys lie behind queries: one kernel rotates both.
+  if (open_.rotated && is_open() && x.data == open_.rotated->data + open_.rotated->cols &&
+      x.rows == open_.rotated->rows && x.stride == open_.rotated->stride && cos_sin.data == open_.cos_sin.data &&
+      cos_sin.cols == open_.cos_sin.cols && head_dim == open_.head_dim && interleaved == open_.interleaved) {
+    open_.rotated->cols += x.cols;
+    graphs_->extend(key);
+    return;
+  }
+  const auto rotated = std::make_shared<Tensor>(x);
+  graphs_->add(key, [=] { rvllm::rope(*rotated, head_dim, cos_sin, interleaved, stream_); });
+  open_ = {};
+  open_.num_noted = graphs_->num_noted();
+  open_.rotated = rotated;
+  open_.cos_sin = cos_sin;
+  open_.head_dim = head_dim;
+  open_.interleaved = interleaved;
 }
 
 void CudaBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
@@ -410,6 +445,13 @@ void CudaBackend::combine(Tensor out, Tensor y) {
 }
 
 void CudaBackend::add(Tensor x, Tensor y, float scale) {
+  if (open_.residual && is_open() && open_.out.data == y.data && open_.out.rows == y.rows &&
+      open_.out.cols == y.cols && open_.out.stride == y.stride) {
+    *open_.residual = {x.data, x.stride, scale};
+    open_ = {};
+    graphs_->extend(with(signature(kAdd, x, y), scale).value());
+    return;
+  }
   enqueue(with(signature(kAdd, x, y), scale), [=] { rvllm::add(x, y, scale, stream_); });
 }
 
@@ -421,6 +463,13 @@ void CudaBackend::add_gated(Tensor x, Tensor y, Tensor gate) {
 void CudaBackend::gather_rows(Tensor out, Tensor x) {
   const int* const rows = step_.logits_indices;
   enqueue(with(signature(kGatherRows, out, x), rows), [=] { rvllm::gather_rows(out, x, rows, stream_); });
+}
+
+const int32_t* CudaBackend::argmax(Tensor x) {
+  const size_t bytes = size_t(x.rows) * sizeof(int);
+  reserve(best_, int64_t(bytes), "the best tokens");
+  enqueue(signature(kArgmax, x), [=] { rvllm::argmax(best_.as<int>(), x, stream_); });
+  return static_cast<const int32_t*>(to_host(best_.memory.get(), bytes, bytes, 1));
 }
 
 void CudaBackend::scale_logits(Tensor x, float scale, float soft_cap) {

@@ -73,6 +73,7 @@ class CudaBackend final : public Backend {
   void add(Tensor x, Tensor y, float scale) override;
   void add_gated(Tensor x, Tensor y, Tensor gate) override;
   void gather_rows(Tensor out, Tensor x) override;
+  const int32_t* argmax(Tensor x) override;
   void scale_logits(Tensor x, float scale, float soft_cap) override;
 
  private:
@@ -111,14 +112,27 @@ class CudaBackend final : public Backend {
   };
 
   std::unique_ptr<Weight> load(int num_experts, const std::vector<HostTensor>& parts, const std::vector<HostTensor>& biases);
+  void* to_host(const void* data, size_t pitch, size_t width, size_t rows);
   void reserve(Scratch& scratch, int64_t bytes, const char* what);
   template <class... Values, class F>
   void enqueue(const Signature& signature, F work) {
     graphs_->add(signature.value(), work);
   }
+  // The last work noted, if it may yet be made to do more: a product that the next operation adds to the residual stream,
+  // or a rotation that the next one continues in the neighbouring columns.
+  struct Open {
+    size_t num_noted = 0;
+    Tensor out;
+    std::shared_ptr<Residual> residual;
+    std::shared_ptr<Tensor> rotated;
+    Tensor cos_sin;
+    int head_dim = 0;
+    bool interleaved = false;
+  };
+  bool is_open() const { return open_.num_noted > 0 && open_.num_noted == graphs_->num_noted(); }
   NormRow norm_row(Tensor x, const Norm& norm) const;
   void multiply(Tensor out, const Rows& rows, const Weight& weight);
-  void multiply_now(Tensor out, const Rows& rows, const Weight& weight);
+  void multiply_now(Tensor out, const Rows& rows, const Weight& weight, const Residual& residual);
   void multiply_by_blas(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias);
   bool uses_blas(const DeviceMatrix& w, const Rows& rows) const;
   Blas& blas();
@@ -130,7 +144,8 @@ class CudaBackend final : public Backend {
   std::unique_ptr<StepGraphs> graphs_;
   std::unique_ptr<Staging> staging_;
   std::unique_ptr<Blas> blas_;
-  Scratch batch_memory_, quantized_, hidden_, partitions_, blas_weight_, blas_input_, expert_memory_;
+  Open open_;
+  Scratch best_, batch_memory_, quantized_, hidden_, partitions_, blas_weight_, blas_input_, expert_memory_;
   std::shared_ptr<void> download_memory_;
   size_t download_bytes_ = 0;
   StepArrays step_;

@@ -59,6 +59,13 @@ struct ExpertRows {
 };
 
 struct KVLayout;
+// What a product is added to as well: rows += scale * product.
+struct Residual {
+  float* rows = nullptr;  // [T, N]; null: nothing
+  int64_t stride = 0;
+  float scale = 0;
+};
+
 struct NormRow;
 
 // norm.cu, activation.cu, rope.cu, elementwise.cu, embedding.cu: the operations of backend.h.
@@ -68,6 +75,7 @@ void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved, cudaStream_t
 void add(Tensor x, Tensor y, float scale, cudaStream_t stream);
 void add_gated(Tensor x, Tensor y, Tensor gate, cudaStream_t stream);
 void scale_logits(Tensor x, float scale, float soft_cap, cudaStream_t stream);
+void argmax(int* out, Tensor x, cudaStream_t stream);  // sampling.cu
 void gather_rows(Tensor out, Tensor x, const int* rows, cudaStream_t stream);
 void embedding(Tensor out, const DeviceMatrix& table, const int* ids, float scale, cudaStream_t stream);
 

@@ -9,23 +9,24 @@
 
 namespace rvllm {
 
-__device__ __forceinline__ void mma_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 #if defined(RV_EMU)
-  const uint64_t own = uint64_t(a0) | uint64_t(a1) << 32;
+__device__ RV_EMU_NO_TSAN inline void mma_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   const unsigned lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
   uint32_t rows[2][4];
-  for (int i = 0; i < 4; ++i) {
-    const uint64_t both = __shfl_sync(0xffffffffu, own, int(4 * g + i));
-    rows[0][i] = uint32_t(both);
-    rows[1][i] = uint32_t(both >> 32);
+  const uint64_t* lanes = emu::warp_exchange(kFullWarp, uint64_t(a0) | uint64_t(a1) << 32, __builtin_LINE());
+  for (unsigned i = 0; i < 4; ++i) {
+    rows[0][i] = uint32_t(lanes[4 * g + i]);
+    rows[1][i] = uint32_t(lanes[4 * g + i] >> 32);
   }
-  for (int i = 0; i < 4; ++i)
-    for (int column = 0; column < 2; ++column) {
-      const uint32_t k = __shfl_sync(0xffffffffu, b, int(4 * (2 * t + column) + i));
-      c[column] = __dp4a(int(rows[0][i]), int(k), c[column]);
-      c[2 + column] = __dp4a(int(rows[1][i]), int(k), c[2 + column]);
-    }
-#elif __CUDA_ARCH__ >= 800
+  lanes = emu::warp_exchange(kFullWarp, b, __builtin_LINE());
+  for (unsigned column = 0; column < 2; ++column)
+    for (unsigned i = 0; i < 4; ++i)
+      for (unsigned row = 0; row < 2; ++row)
+        c[2 * row + column] = __dp4a(int(rows[row][i]), int(lanes[4 * (2 * t + column) + i]), c[2 * row + column]);
+}
+#else
+__device__ __forceinline__ void mma_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
   asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
                : "r"(a0), "r"(a1), "r"(b));
@@ -36,6 +37,7 @@ __device__ __forceinline__ void mma_k16(int (&c)[4], uint32_t a0, uint32_t a1, u
                : "+r"(c[2]), "+r"(c[3]) : "r"(a1), "r"(b));
 #endif
 }
+#endif
 
 // The same over k 0..31: a0, a1 and b0 hold k 0..15, a2, a3 and b1 k 16..31.
 __device__ __forceinline__ void mma_k32(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -3,7 +3,8 @@
 namespace rvllm {
 
 void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens, const ExpertRows& experts,
-                      const float* bias, float* out, int64_t out_stride, int num_processors, cudaStream_t stream) {
+                      const float* bias, float* out, int64_t out_stride, const Residual& residual, int num_processors,
+                      cudaStream_t stream) {
   QuantizedLinearArgs args{};
   args.weight = w.data;
   args.codebook = w.codebook;
@@ -19,6 +20,7 @@ void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens,
   args.bias = bias;
   args.out = out;
   args.out_stride = out_stride;
+  args.residual = residual;
   // Enough warps to have 16 reads under way on every processor.
   const int groups = args.token_tiles <= 2 ? 1 : (args.token_tiles + 1) / 2;
   int warps = 1;

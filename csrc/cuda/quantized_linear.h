@@ -18,6 +18,7 @@ struct QuantizedLinearArgs {
   const float* bias;      // [N] or null
   float* out;             // [T, N]
   int64_t out_stride;
+  Residual residual;
   int tiles_a_block;
   int groups_a_block;
   ExpertRows experts;     // of which the tiles of tokens are; tile_expert is null where there is one matrix
@@ -26,7 +27,8 @@ struct QuantizedLinearArgs {
 
 // out[T, N] = x[T, K] W^T + bias. Of experts: x are the rows of ExpertRows::places, out those of the choices.
 void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens, const ExpertRows& experts,
-                      const float* bias, float* out, int64_t out_stride, int num_processors, cudaStream_t stream);
+                      const float* bias, float* out, int64_t out_stride, const Residual& residual, int num_processors,
+                      cudaStream_t stream);
 
 // The same for one format, with `warps` warps to share K at most.
 template <class F>

@@ -177,8 +177,10 @@ __global__ void __launch_bounds__(256, 1) quantized_linear_kernel(QuantizedLinea
       const int row = tile * kTileRows + g + 8 * (i / 2), place = (first_tile + n) * 8 + 2 * t + i % 2;
       const int token = args.experts.tile_expert ? args.experts.choices[place] : place;
       if (row >= args.rows || token < 0 || token >= args.tokens) continue;
-      const float y = total[n][i];
-      args.out[token * args.out_stride + row] = args.bias ? y + args.bias[int64_t(expert) * args.rows + row] : y;
+      float y = total[n][i];
+      if (args.bias) y += args.bias[int64_t(expert) * args.rows + row];
+      args.out[token * args.out_stride + row] = y;
+      if (args.residual.rows) args.residual.rows[token * args.residual.stride + row] += args.residual.scale * y;
     }
 }
 

@@ -44,6 +44,9 @@ class StepGraphs {
   void begin() { is_noting_ = enabled_; }
   // Runs the work, or notes it.
   void add(uint64_t signature, std::function<void()> work);
+  // Says that the last work noted depends on more; how much has been noted so far.
+  void extend(uint64_t signature) { signature_.add(signature); }
+  size_t num_noted() const { return work_.size(); }
   // Runs what has been noted.
   void flush();
   void end() {
