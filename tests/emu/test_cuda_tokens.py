@@ -14,7 +14,8 @@ from rvllm.request import RequestOutput
 
 NUM_TOKENS = 16 if VARIANT == "plain" else 3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=2, ignore_eos=True)
-MIN_MARGIN = 1e-3  # of log-probability between the best tokens; float weights differ by far less
+# Of log-probability: float products differ by their order, and more where that rounds a key to another F16.
+MAX_ERROR = 1e-2
 
 MODELS = {
     "llama-q4_1": {"quant": "Q4_1"},
@@ -22,7 +23,7 @@ MODELS = {
     "qwen3-q8_0": {"arch": "qwen3", "quant": "Q8_0", "tied": False},
     "gemma3-windows": {"arch": "gemma3", "quant": "Q5_0", "layers": 7, "sliding_window": 24, "kv_heads": 1},
     "gpt-oss-mxfp4": {"arch": "gpt-oss", "quant": {"*_exps.*": "MXFP4", "*": "Q8_0"}, "tied": False},
-    "qwen2-f16": {"arch": "qwen2", "quant": "F16"},
+    "qwen2-f16": {"arch": "qwen2", "quant": "F16", "seed": 3},
 }
 FLOAT_MATRICES = (
     "qwen2-f16",
@@ -67,13 +68,13 @@ def test_tokens_equal_those_of_the_cpu(
     tokens, logprobs = answers(
         LLM(path, isa="scalar", **settings).generate(prompts(), PARAMS, use_tqdm=False)
     )
-    assert min(best - second for request in logprobs for best, second, *_ in request) > MIN_MARGIN
     use_cuda(device, monkeypatch)
     out_tokens, out_logprobs = answers(
         LLM(path, device="cuda", **settings).generate(prompts(), PARAMS, use_tqdm=False)
     )
     assert out_tokens == tokens
     if name in FLOAT_MATRICES:
-        np.testing.assert_allclose(out_logprobs, logprobs, atol=MIN_MARGIN / 2)
+        assert min(best - second for request in logprobs for best, second, *_ in request) > 2 * MAX_ERROR
+        np.testing.assert_allclose(out_logprobs, logprobs, atol=MAX_ERROR)
     else:
         assert out_logprobs == logprobs
