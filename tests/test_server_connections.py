@@ -13,9 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 from server_client import TinyServer, error_of, make_llm, wait_until
 
 from rvllm.server import connection, security
+from rvllm.server.app import BODIES
 
 PATH = "/v1/completions"
 GET = b"GET /version HTTP/1.1\r\nHost: tiny\r\n\r\n"
@@ -234,6 +236,24 @@ def test_long_texts_hold_up_nobody(url: str, path: str) -> None:
         while thread.is_alive():
             count += client.get("/health").status_code == 200
     assert answers[0].status_code == 200 and count >= 5
+
+
+BAD: dict[str, Any] = {
+    "list": [[{}]] * 1000,
+    "numbers": [[1.5]] * 1000,
+    "object": {f"k{i}": [] for i in range(1000)},
+}
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_of_many_errors_the_first_is_enough(body: type[BaseModel], value: Any) -> None:
+    """A body of 8 MB that is wrong throughout held the server up for as long as it took to list all that is wrong."""
+    for name in body.model_fields:
+        try:
+            body.model_validate_json(json.dumps({name: value}))
+        except ValidationError as error:
+            assert error.error_count() < 20, name
 
 
 # Chats

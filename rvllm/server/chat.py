@@ -18,7 +18,7 @@ from rvllm.server.errors import APIError, bad_request
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.logprobs import chat_logprobs, prompt_logprobs
 from rvllm.server.messages import Message
-from rvllm.server.schemas import OpenAIFields, body_schema, json_body
+from rvllm.server.schemas import Items, OpenAIFields, body_schema, json_body
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import DONE, EventStream, event, while_connected
 
@@ -46,7 +46,7 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
     }
     NO_EFFECT: ClassVar[frozenset[str]] = OpenAIFields.NO_EFFECT | {"store"}
 
-    messages: list[Message]
+    messages: Items[Message]
     parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.messages import Message, template_messages
-from rvllm.server.schemas import APIRequest, one_of
+from rvllm.server.schemas import APIRequest, Items, one_of
 from rvllm.server.served_model import ServedModel
 
 _RESERVED = frozenset(
@@ -63,13 +63,13 @@ ToolChoice = Annotated[
 class ChatPrompt(APIRequest):
     """The fields that the prompt is made of."""
 
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
 
     def encode(self, model: ServedModel) -> list[int]:

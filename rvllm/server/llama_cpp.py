@@ -15,7 +15,7 @@ from rvllm.server.constraints import structured_output
 from rvllm.server.errors import APIError, bad_request
 from rvllm.server.generation import Generation, new_id, work
 from rvllm.server.logprobs import chat_logprobs
-from rvllm.server.schemas import MAX_LOGPROBS, SamplingFields, body_schema, json_body, one_of
+from rvllm.server.schemas import MAX_LOGPROBS, Items, SamplingFields, body_schema, json_body, one_of
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import EventStream, event, while_connected
 
@@ -25,14 +25,14 @@ DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 BANNED = -100.0  # what a logit_bias of false means
 STOP_TYPES = {"length": "limit", "timeout": "limit", "abort": "none"}
 
-Mixed = list[str | int]
+Mixed = Items[str | int]
 LlamaPrompt = Annotated[
-    str | Mixed | list[str | Mixed],
+    str | Mixed | Items[str | Mixed],
     one_of("a string, a list of token ids and strings, or a list of such prompts"),
 ]
 Bias = float | Literal[False]
 LogitBias = Annotated[
-    dict[str, Bias] | list[list[int | str | Bias]] | None,
+    dict[str, Bias] | Items[Items[int | str | Bias]] | None,
     one_of("an object, or a list of pairs such as [15043, 1.0] or ['word', false]"),
 ]
 
@@ -74,7 +74,7 @@ class LlamaCompletionRequest(SamplingFields):
     n_cmpl: int | None = None
     return_tokens: bool | None = None
     t_max_predict_ms: int | None = None
-    response_fields: list[str] | None = None
+    response_fields: Items[str] | None = None
     timings_per_token: bool | None = None
 
     def to_sampling_params(self, model: ServedModel) -> SamplingParams:
@@ -103,6 +103,11 @@ class LlamaCompletionRequest(SamplingFields):
 
     def _logit_bias(self, model: ServedModel) -> dict[int, float] | None:
         given: Any = self.logit_bias or ()
+        if len(given) > model.tokenizer.vocab_size:
+            raise bad_request(
+                f"logit_bias has {len(given)} entries, more than the vocabulary of {model.tokenizer.vocab_size}",
+                "logit_bias",
+            )
         biases: dict[int, float] = {}
         for pair in given.items() if isinstance(given, Mapping) else given:
             if len(pair) != 2 or isinstance(pair[0], float) or isinstance(pair[1], str):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from rvllm.server.errors import bad_request
-from rvllm.server.schemas import one_of
+from rvllm.server.schemas import Items, one_of
 
 
 class ContentPart(BaseModel):
@@ -40,8 +40,8 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[ContentPart] | None, one_of("a string or a list of parts of text")] = None
-    tool_calls: list[ToolCall] | None = None
+    content: Annotated[str | Items[ContentPart] | None, one_of("a string or a list of parts of text")] = None
+    tool_calls: Items[ToolCall] | None = None
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

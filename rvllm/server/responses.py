@@ -18,13 +18,27 @@ from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.responses_input import chat_tool_choice, chat_tools, input_messages
 from rvllm.server.responses_output import ResponseOutput
-from rvllm.server.schemas import SamplingFields, body_schema, json_body, one_of, refuse_extra
+from rvllm.server.schemas import (
+    Items,
+    SamplingFields,
+    body_schema,
+    entries,
+    json_body,
+    one_of,
+    refuse_extra,
+)
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import EventStream, while_connected
 
 router = APIRouter()
 
 LOGPROBS = "message.output_text.logprobs"
+
+
+def _text(name: str, value: Any) -> tuple[str, str]:
+    if not isinstance(value, str):
+        raise ValueError
+    return name, value
 
 
 class TextSettings(BaseModel):
@@ -58,17 +72,17 @@ class ResponsesRequest(SamplingFields):
     }
     NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT - {"metadata", "user"}
 
-    input: Annotated[str | list[dict[str, Any]], one_of("a string or a list of items")]
+    input: Annotated[str | Items[dict[str, Any]], one_of("a string or a list of items")]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: Annotated[str | dict[str, Any], one_of("a string or an object")] | None = None
     parallel_tool_calls: bool | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     top_logprobs: int | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], entries(_text, "names to texts")] | None = None
     user: str | None = None
 
     def chat_prompt(self) -> ChatPrompt:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError, from_json
 
 from rvllm.sampling_params import SamplingParams
@@ -90,11 +91,51 @@ def one_of(expected: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
+class _FirstError(FailFast):
+    """For lists: a large one may hold millions of errors, of which one is told. Unions need it to be hashable."""
+
+    __hash__ = object.__hash__
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], _FirstError()]
+
+
+def entries(convert: Callable[[str, Any], tuple[Any, Any]], expected: str) -> BeforeValidator:
+    """The same for objects: the first entry that convert raises ValueError for is the error."""
+
+    def converted(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        made = {}
+        for name, item in value.items():
+            try:
+                key, made_item = convert(name, item)
+            except ValueError:
+                context = {"expected": expected, "name": repr(name[:40]), "item": f"{item!r:.40}"}
+                raise PydanticCustomError(
+                    "entry", "must map {expected}, not {name} to {item}", context
+                ) from None
+            made[key] = made_item
+        return made
+
+    return BeforeValidator(converted)
+
+
+def _bias(name: str, value: Any) -> tuple[int, float]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError
+    if re.fullmatch(r"-?[0-9]{1,20}", name) is None:
+        raise ValueError
+    return int(name), value
+
+
+Biases = Annotated[dict[int, float], entries(_bias, "token ids to numbers")]
 Prompts = Annotated[
-    str | list[int] | list[str] | list[list[int]],
+    str | Items[int] | Items[str] | Items[Items[int]],
     one_of("a string, a list of strings, a list of token ids, or a list of lists of token ids"),
 ]
-Strings = Annotated[str | list[str], one_of("a string or a list of strings")]
+Strings = Annotated[str | Items[str], one_of("a string or a list of strings")]
 
 
 def prompt_list(prompts: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
@@ -155,14 +196,14 @@ class SamplingFields(APIRequest):
     min_p: float | None = None
     seed: int | None = None
     stop: Strings | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     priority: int | None = None

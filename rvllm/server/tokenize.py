@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from rvllm.server.chat_prompt import ChatPrompt
 from rvllm.server.errors import bad_request
 from rvllm.server.generation import work
-from rvllm.server.schemas import APIRequest, body_schema, json_body
+from rvllm.server.schemas import APIRequest, Items, body_schema, json_body
 from rvllm.server.served_model import ServedModel, get_model
 from rvllm.server.streaming import json_response
 
@@ -35,7 +35,7 @@ class TokenizeRequest(ChatPrompt):
 
 class DetokenizeRequest(APIRequest):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
