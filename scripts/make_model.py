@@ -55,6 +55,7 @@ SHAPES = {
     "smollm2-360m": Shape("llama", 32, 960, 2560, 15, 5, 64, 49152, 8192, 1e5, 1e-5),
     "smollm2-1.7b": Shape("llama", 24, 2048, 8192, 32, 32, 64, 49152, 8192, 1.3e5, 1e-5),
     "llama-3.2-1b": Shape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, llama3_rope=True),
+    "llama-3.1-8b": Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, 1e-5, llama3_rope=True),
     "qwen3-0.6b": Shape("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, 40960, 1e6, 1e-6),
     "moe-1b": Shape(
         "qwen3moe", 18, 1024, 512, 16, 8, 64, 49152, 8192, 1e5, 1e-6, num_experts=32, experts_per_token=4

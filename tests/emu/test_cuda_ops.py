@@ -235,6 +235,18 @@ def test_mixture_of_float_experts(backend: Any, scalar: _core.CpuBackend) -> Non
     np.testing.assert_allclose(ops.mixture(backend, *args), ops.mixture(scalar, *args), **NEARLY)
 
 
+@pytest.mark.parametrize("cols", [1, 31, 1024, 5000])
+def test_argmax(backend: Any, scalar: _core.CpuBackend, cols: int) -> None:
+    """Of equal values the first counts, and a row with an element that is not finite has none."""
+    x = normal(6, cols)
+    x[1] = 0
+    x[2, [cols // 3, cols - 1]] = 9
+    x[3, -1], x[4, 0], x[5, cols // 2] = 7, np.nan, -np.inf
+    expected = ops.argmax(scalar, x)
+    assert list(expected[1:4]) == [0, cols // 3, cols - 1]
+    np.testing.assert_array_equal(ops.argmax(backend, x), expected)
+
+
 @pytest.mark.parametrize("soft_cap", [0.0, 30.0])
 def test_scale_logits(backend: Any, scalar: _core.CpuBackend, soft_cap: float) -> None:
     x = normal(3, 370) * 100
