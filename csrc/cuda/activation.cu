@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(256) activation_kernel(float* out, int64_t out
 void activate(Tensor out, Tensor x, Activation activation, cudaStream_t stream) {
   const int n = int(out.cols);
   with_activation(activation, x.data, x.stride, n, [&](auto row) {
-    rv::launch(activation_kernel<decltype(row)>, dim3(unsigned(out.rows), unsigned((n + 255) / 256)), 256, 0, stream, out.data,
-           out.stride, row, n);
+    rv::launch(activation_kernel<decltype(row)>, dim3(unsigned(out.rows), unsigned((n + 255) / 256)), 256, 0, stream,
+               out.data, out.stride, row, n);
   });
 }
 

@@ -1,6 +1,7 @@
 // Attention over blocks of keys and values, with the CPU's order of operations: scores sum over ascending dimensions,
-// softmax sums over 16 lanes, values over ascending positions, partitions of 256 positions are merged in ascending order.
-// So it gives the same bits for any batch, whether one block goes through all partitions or each has a block of its own.
+// softmax sums over 16 lanes, values over ascending positions, partitions of 256 positions are merged in ascending
+// order. So it gives the same bits for any batch, whether one block goes through all partitions or each has a block
+// of its own.
 #include "cuda/attention.h"
 
 #include "cuda/kv_elements.h"
@@ -64,8 +65,8 @@ struct Unit {
 
 // sums[r] = q[r] . K[position], dimensions in ascending order.
 template <class Cache, int R>
-__device__ __forceinline__ void score(const KVLayout& c, const uint8_t* keys, int at, const float* q, int q_stride, int rows,
-                                      float (&sums)[R]) {
+__device__ __forceinline__ void score(const KVLayout& c, const uint8_t* keys, int at, const float* q, int q_stride,
+                                      int rows, float (&sums)[R]) {
   using Element = typename Cache::Element;
   constexpr int kRun = 16 / sizeof(Element);
   const uint4* vectors = reinterpret_cast<const uint4*>(keys) + at;
@@ -115,8 +116,8 @@ __device__ __forceinline__ float soften(float* scores, int lane, bool is_visible
   return tree_sum16(sum);
 }
 
-// grid: [units, KV heads x parts of their query heads, partitions or 1]; block: 256 threads. Bound by reads of the cache
-// while rows are few, by float operations else.
+// grid: [units, KV heads x parts of their query heads, partitions or 1]; block: 256 threads. Bound by reads of the
+// cache while rows are few, by float operations else.
 template <class Cache, int R>
 __global__ void __launch_bounds__(kThreads, 2) attention_kernel(AttentionArgs a) {
   using Element = typename Cache::Element;
@@ -264,8 +265,8 @@ void attention(const AttentionArgs& a, int num_units, int rows, int num_tokens, 
       start(attention_kernel<Cache, 16>, 16);
   });
   if (a.parts)
-    rv::launch(merge_kernel, dim3(unsigned(num_tokens), unsigned(a.num_heads)), unsigned((a.cache.head_dim + 31) / 32 * 32), 0,
-           stream, a);
+    rv::launch(merge_kernel, dim3(unsigned(num_tokens), unsigned(a.num_heads)),
+               unsigned((a.cache.head_dim + 31) / 32 * 32), 0, stream, a);
 }
 
 }  // namespace rvllm

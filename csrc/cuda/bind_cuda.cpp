@@ -22,6 +22,6 @@ PYBIND11_MODULE(_cuda, m) {
         },
         py::arg("num_threads"), py::arg("cublas") = std::vector<std::string>(), py::arg("device") = 0,
         py::arg("f16_prefill") = false, py::arg("graphs") = true,
-        "The backend of one GPU. num_threads: of the host. cublas: where to look for cuBLAS. Raises RuntimeError saying "
-        "what is missing.");
+        "The backend of one GPU. num_threads: of the host. cublas: where to look for cuBLAS. Raises RuntimeError "
+        "saying what is missing.");
 }

@@ -58,7 +58,8 @@ std::pair<size_t, size_t> CudaBackend::memory_info() const {
 }
 
 std::shared_ptr<float> CudaBackend::alloc(int64_t count) {
-  return std::static_pointer_cast<float>(device_memory(size_t(std::max<int64_t>(count, 1)) * sizeof(float), "activations"));
+  const size_t bytes = size_t(std::max<int64_t>(count, 1)) * sizeof(float);
+  return std::static_pointer_cast<float>(device_memory(bytes, "activations"));
 }
 
 void CudaBackend::upload(float* dst, const float* src, int64_t count) {
@@ -92,13 +93,15 @@ void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t 
   }
   graphs_->flush();
   if (bytes > 0)
-    check_cuda(cudaMemcpy2DAsync(download_memory_.get(), width, data, pitch, width, rows, cudaMemcpyDeviceToHost, stream_),
+    check_cuda(cudaMemcpy2DAsync(download_memory_.get(), width, data, pitch, width, rows, cudaMemcpyDeviceToHost,
+                                 stream_),
                "copying from the device");
   synchronize();
   return download_memory_.get();
 }
 
-std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts, const std::vector<HostTensor>& biases) {
+std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts,
+                                                 const std::vector<HostTensor>& biases) {
   return load_cuda_weight(pool_, 1, parts, biases);
 }
 
@@ -114,7 +117,8 @@ size_t CudaBackend::kv_cache_bytes(const KVCacheSpec& spec) const {
 }
 
 std::unique_ptr<KVCache> CudaBackend::alloc_kv_cache(const KVCacheSpec& spec) {
-  check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, CUDA has at most ", kMaxHeadDim);
+  check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, CUDA has at most ",
+        kMaxHeadDim);
   auto cache = std::make_unique<CudaKVCache>();
   cache->layout = KVLayout(spec);
   cache->memory = device_memory(kv_cache_bytes(spec), "the KV cache");
@@ -325,8 +329,8 @@ void CudaBackend::multiply_by_blas(Tensor out, Tensor x, const DeviceMatrix& w, 
     weight = blas_weight_.as();
   }
   convert(blas_input_.as(), x, type, stream_);
-  blas().matmul(out.data, out.stride, blas_input_.as(), weight, type == GgmlType::F16 ? BlasType::kF16 : BlasType::kBF16,
-                out.rows, out.cols, x.cols);
+  blas().matmul(out.data, out.stride, blas_input_.as(), weight,
+                type == GgmlType::F16 ? BlasType::kF16 : BlasType::kBF16, out.rows, out.cols, x.cols);
   if (bias) add_bias(out, bias, stream_);
 }
 
@@ -357,7 +361,8 @@ void CudaBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
   enqueue(with(signature(kStoreKv, k, v), layout.data, slots), [=] { rvllm::store_kv(layout, k, v, slots, stream_); });
 }
 
-void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) {
+void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
+                                  const AttentionParams& params) {
   const auto& kv = static_cast<const CudaKVCache&>(cache);
   const Tables& tables = step_.groups[size_t(cache.group)];
   AttentionArgs args{};
@@ -388,8 +393,8 @@ void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, in
   const bool splits = partitions > 1 && blocks < 4 * num_processors_;
   if (splits) {
     args.num_parts = power_of_two(int(partitions) + (units->tokens > 1 ? 1 : 0));
-    reserve(partitions_, int64_t(tokens) * params.num_heads * args.num_parts * (2 + params.head_dim) * int64_t(sizeof(float)),
-            "partitions of attention");
+    const int64_t floats = int64_t(tokens) * params.num_heads * args.num_parts * (2 + params.head_dim);
+    reserve(partitions_, floats * int64_t(sizeof(float)), "partitions of attention");
   }
   enqueue(with(signature(kAttention, out, q), args.cache.data, args.units, num_units, rows, args.num_parts, args.window,
                args.block_tables, args.scale, args.soft_cap, args.sinks),

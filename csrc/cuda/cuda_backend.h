@@ -1,9 +1,9 @@
 // An NVIDIA GPU as a device: packed weights, one stream, and steps that are replayed as graphs.
 //
-// Numbers: products by quantized weights, norms, RoPE, activations and attention are computed in the CPU's order, so that
-// they have the CPU's bits, in any company. Products by float weights (F32, F16, BF16) have an order of their own: the
-// same for any number of tokens up to kMatvecTokens, and cuBLAS's beyond, except for F32. With Options::f16_prefill steps
-// of more than kMatvecTokens tokens use cuBLAS for quantized weights, too.
+// Numbers: products by quantized weights, norms, RoPE, activations and attention are computed in the CPU's order, so
+// that they have the CPU's bits, in any company. Products by float weights (F32, F16, BF16) have an order of their
+// own: the same for any number of tokens up to kMatvecTokens, and cuBLAS's beyond, except for F32. With
+// Options::f16_prefill steps of more than kMatvecTokens tokens use cuBLAS for quantized weights, too.
 #pragma once
 
 #include <memory>
@@ -111,15 +111,14 @@ class CudaBackend final : public Backend {
     int per_source = 1;
   };
 
-  std::unique_ptr<Weight> load(int num_experts, const std::vector<HostTensor>& parts, const std::vector<HostTensor>& biases);
   void* to_host(const void* data, size_t pitch, size_t width, size_t rows);
   void reserve(Scratch& scratch, int64_t bytes, const char* what);
   template <class... Values, class F>
   void enqueue(const Signature& signature, F work) {
     graphs_->add(signature.value(), work);
   }
-  // The last work noted, if it may yet be made to do more: a product that the next operation adds to the residual stream,
-  // or a rotation that the next one continues in the neighbouring columns.
+  // The last work noted, if it may yet be made to do more: a product that the next operation adds to the residual
+  // stream, or a rotation that the next one continues in the neighbouring columns.
   struct Open {
     size_t num_noted = 0;
     Tensor out;

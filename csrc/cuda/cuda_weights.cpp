@@ -51,7 +51,8 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMa
   if (matrix.format < 0) {
     for (int64_t done = 0; done < int64_t(t.bytes); done += kPieceBytes) {
       const size_t count = std::min(size_t(kPieceBytes), t.bytes - size_t(done));
-      check_cuda(cudaMemcpy(data + place.offset + done, t.data + done, count, cudaMemcpyHostToDevice), "copying weights");
+      check_cuda(cudaMemcpy(data + place.offset + done, t.data + done, count, cudaMemcpyHostToDevice),
+                 "copying weights");
       if (t.consumed) t.consumed(size_t(done) + count);
     }
     return;
@@ -63,13 +64,15 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMa
     pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t expert = (first + i) / place.tiles, tile = (first + i) % place.tiles;
-        pack_tile(type, t.data + size_t(expert * rows) * row_bytes, rows, t.cols, tile, packed.data() + i * matrix.tile_bytes);
+        pack_tile(type, t.data + size_t(expert * rows) * row_bytes, rows, t.cols, tile,
+                  packed.data() + i * matrix.tile_bytes);
       }
     });
     check_cuda(cudaMemcpy(data + place.offset + first * matrix.tile_bytes, packed.data(),
                           size_t(count * matrix.tile_bytes), cudaMemcpyHostToDevice),
                "copying weights");
-    const int64_t last = first + count, done = last / place.tiles * rows + std::min(rows, last % place.tiles * kTileRows);
+    const int64_t last = first + count;
+    const int64_t done = last / place.tiles * rows + std::min(rows, last % place.tiles * kTileRows);
     if (t.consumed) t.consumed(size_t(done) * row_bytes);
   }
 }

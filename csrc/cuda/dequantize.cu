@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(256) convert_kernel(T* out, const float* __res
   if (k < cols) out[int64_t(blockIdx.x) * cols + k] = From<T>::f(x[blockIdx.x * x_stride + k]);
 }
 
-__global__ void __launch_bounds__(256) add_bias_kernel(float* out, int64_t stride, const float* __restrict__ bias, int cols) {
+__global__ void __launch_bounds__(256) add_bias_kernel(float* out, int64_t stride, const float* __restrict__ bias,
+                                                       int cols) {
   const int k = blockIdx.y * blockDim.x + threadIdx.x;
   if (k < cols) out[blockIdx.x * stride + k] += bias[k];
 }
@@ -28,15 +29,16 @@ dim3 grid_of(int64_t rows, int64_t cols) { return dim3(unsigned(rows), unsigned(
 
 void dequantize(void* out, const DeviceMatrix& w, cudaStream_t stream) {
   with_weights(w, [&](auto weights) {
-    rv::launch(dequantize_kernel<decltype(weights)>, grid_of(w.rows, w.cols), 256, 0, stream, static_cast<__half*>(out), weights,
-           int(w.cols));
+    rv::launch(dequantize_kernel<decltype(weights)>, grid_of(w.rows, w.cols), 256, 0, stream, static_cast<__half*>(out),
+               weights, int(w.cols));
   });
 }
 
 void convert(void* out, Tensor x, GgmlType type, cudaStream_t stream) {
   with_float_type(type, [&](auto value) {
     using T = decltype(value);
-    rv::launch(convert_kernel<T>, grid_of(x.rows, x.cols), 256, 0, stream, static_cast<T*>(out), x.data, x.stride, int(x.cols));
+    rv::launch(convert_kernel<T>, grid_of(x.rows, x.cols), 256, 0, stream, static_cast<T*>(out), x.data, x.stride,
+               int(x.cols));
   });
 }
 

@@ -12,7 +12,8 @@ inline std::shared_ptr<void> device_memory(size_t bytes, const char* what) {
   return std::shared_ptr<void>(device_malloc(bytes, what), [](void* p) { cudaFree(p); });
 }
 
-// Pinned memory through which data goes up: a copy that is under way keeps its part until the stream has been waited for.
+// Pinned memory through which data goes up: a copy that is under way keeps its part until the stream has been waited
+// for.
 class Staging {
  public:
   explicit Staging(cudaStream_t stream) : stream_(stream) {}

@@ -1,5 +1,5 @@
-// Float operations in the order of csrc/cpu/float_kernels.inl, so that both devices give the same bits. The .cu files are
-// compiled without contraction: a fused multiply-add is written out or not there.
+// Float operations in the order of csrc/cpu/float_kernels.inl, so that both devices give the same bits. The .cu files
+// are compiled without contraction: a fused multiply-add is written out or not there.
 #pragma once
 
 #include "cuda/gpu.h"

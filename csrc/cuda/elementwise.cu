@@ -5,8 +5,8 @@ namespace rvllm {
 namespace {
 
 // One thread an element; grid: [rows, columns / 256].
-__global__ void __launch_bounds__(256) add_kernel(float* x, int64_t x_stride, const float* y, int64_t y_stride, int cols,
-                                                  float scale) {
+__global__ void __launch_bounds__(256) add_kernel(float* x, int64_t x_stride, const float* y, int64_t y_stride,
+                                                  int cols, float scale) {
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (i < cols) x[blockIdx.x * x_stride + i] += scale * y[blockIdx.x * y_stride + i];
 }

@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(256) embedding_kernel(float* out, int64_t out_
 
 void embedding(Tensor out, const DeviceMatrix& table, const int* ids, float scale, cudaStream_t stream) {
   with_weights(table, [&](auto weights) {
-    rv::launch(embedding_kernel<decltype(weights)>, dim3(unsigned(out.rows), unsigned((out.cols + 255) / 256)), 256, 0, stream,
-           out.data, out.stride, weights, ids, int(out.cols), scale);
+    rv::launch(embedding_kernel<decltype(weights)>, dim3(unsigned(out.rows), unsigned((out.cols + 255) / 256)), 256, 0,
+               stream, out.data, out.stride, weights, ids, int(out.cols), scale);
   });
 }
 

@@ -20,7 +20,10 @@ __global__ void route_kernel(const float* logits, int64_t stride, int num_expert
     for (int e = 0; e < num_experts; ++e) {
       int at = found;
       // Of equal logits the lower index stays ahead; a NaN goes first, so that it is not lost.
-      while (at > 0 && !(values[e] <= values[experts[at - 1]]) && values[experts[at - 1]] == values[experts[at - 1]]) --at;
+      for (; at > 0; --at) {
+        const float above = values[experts[at - 1]];
+        if (values[e] <= above || above != above) break;
+      }
       if (at == k) continue;
       if (found < k) ++found;
       for (int i = found - 1; i > at; --i) experts[i] = experts[i - 1];
@@ -31,7 +34,8 @@ __global__ void route_kernel(const float* logits, int64_t stride, int num_expert
   const float largest = values[experts[0]];
   float sum = 0.0f;
   if (!normalized)
-    for (int e = lane % kOrderedLanes; e < num_experts; e += kOrderedLanes) sum = sum + ordered_exp(values[e] - largest);
+    for (int e = lane % kOrderedLanes; e < num_experts; e += kOrderedLanes)
+      sum = sum + ordered_exp(values[e] - largest);
   sum = tree_sum16(sum);
   if (lane == 0) {
     float total = 0.0f;
@@ -99,8 +103,8 @@ void route(Tensor logits, const RouterParams& params, const ExpertRows& out, cud
 }
 
 void combine(Tensor out, Tensor y, const ExpertRows& rows, cudaStream_t stream) {
-  rv::launch(combine_kernel, dim3(unsigned(out.rows), unsigned((out.cols + 255) / 256)), 256, 0, stream, out.data, out.stride,
-             y.data, y.stride, rows, int(out.cols));
+  rv::launch(combine_kernel, dim3(unsigned(out.rows), unsigned((out.cols + 255) / 256)), 256, 0, stream, out.data,
+             out.stride, y.data, y.stride, rows, int(out.cols));
 }
 
 }  // namespace rvllm

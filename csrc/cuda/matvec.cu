@@ -1,6 +1,6 @@
-// out = x W^T + bias for float weights and few tokens: a warp makes one row of W times 8 tokens. Element k belongs to lane
-// k / 8 % 32, which adds its own in ascending order; the lanes are added as a tree. So a token's numbers do not depend on
-// the others. Reads of W are 16 bytes a lane; bound by memory.
+// out = x W^T + bias for float weights and few tokens: a warp makes one row of W times 8 tokens. Element k belongs to
+// lane k / 8 % 32, which adds its own in ascending order; the lanes are added as a tree. So a token's numbers do not
+// depend on the others. Reads of W are 16 bytes a lane; bound by memory.
 #include "cuda/dequantize.h"
 
 namespace rvllm {

@@ -1,8 +1,8 @@
 // The integer tensor-core product, and what it is made of where that is missing.
 //
 // A warp multiplies a [16 x 16] tile of int8 by a [16 x 8] one and adds to [16 x 8] int32. Lane 4 g + t holds, of the
-// first, k 4t..4t+3 of row g (a0) and of row g + 8 (a1); of the second, k 4t..4t+3 of column g (b); of the sums, columns
-// 2t and 2t + 1 of row g (c0, c1) and of row g + 8 (c2, c3): PTX ISA, "Matrix Fragments for mma.m16n8k16".
+// first, k 4t..4t+3 of row g (a0) and of row g + 8 (a1); of the second, k 4t..4t+3 of column g (b); of the sums,
+// columns 2t and 2t + 1 of row g (c0, c1) and of row g + 8 (c2, c3): PTX ISA, "Matrix Fragments for mma.m16n8k16".
 #pragma once
 
 #include "cuda/gpu.h"

@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(256) norm_kernel(float* out, int64_t out_strid
 
 void norm(Tensor out, Tensor x, const NormRow& row, int n, bool by_head, cudaStream_t stream) {
   const unsigned threads = n <= 128 ? 32 : n <= 512 ? 64 : 256;
-  rv::launch(norm_kernel, dim3(unsigned(x.rows), unsigned(x.cols / n)), threads, 0, stream, out.data, out.stride, row, n,
-         by_head);
+  rv::launch(norm_kernel, dim3(unsigned(x.rows), unsigned(x.cols / n)), threads, 0, stream, out.data, out.stride, row,
+             n, by_head);
 }
 
 }  // namespace rvllm

@@ -50,9 +50,10 @@ void pack_scales(uint8_t* chunk, int row, int at, int sub, const Codes& codes) {
     bytes[row * kChunkBlocks + at] = uint8_t(codes.scale[sub]);
     if constexpr (F::kHasMin) bytes[128 + row * kChunkBlocks + at] = codes.min[sub];
   } else {
-    for (int half = 0; half < 2; ++half)
-      bytes[row * 16 + 2 * at + half] =
-          uint8_t(F::kHasMin ? codes.scale[2 * sub + half] | codes.min[2 * sub + half] << 4 : codes.scale[2 * sub + half]);
+    for (int half = 0; half < 2; ++half) {
+      const int scale = codes.scale[2 * sub + half], min = F::kHasMin ? codes.min[2 * sub + half] << 4 : 0;
+      bytes[row * 16 + 2 * at + half] = uint8_t(scale | min);
+    }
   }
 }
 

@@ -1,8 +1,8 @@
 // How quantized weights lie on the device: as the tensor cores take them.
 //
-// Tiles of 16 rows; of a tile, all codes, then all scales. Codes go in pairs of blocks, 64 k. The 16 codes of a block that
-// lane 4 g + t needs, in four registers of four bytes, are k 4t.. of row g, of row g + 8, and k 16 + 4t.. of both (mma.h).
-// Registers r = 0..3 of block b = 0, 1 of a pair are packed into planes of [pairs][32 lanes] words:
+// Tiles of 16 rows; of a tile, all codes, then all scales. Codes go in pairs of blocks, 64 k. The 16 codes of a block
+// that lane 4 g + t needs, in four registers of four bytes, are k 4t.. of row g, of row g + 8, and k 16 + 4t.. of
+// both (mma.h). Registers r = 0..3 of block b = 0, 1 of a pair are packed into planes of [pairs][32 lanes] words:
 //   8 bits    two planes of four words a pair: word r of block b
 //   4 bits    four words: register 2 i in the low nibbles of word 2 b + i, register 2 i + 1 in the high ones
 //   codebook  four words: the four codes of register 2 i in the low half of word 2 b + i, of 2 i + 1 in the high half

@@ -25,7 +25,9 @@ void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens,
   const int groups = args.token_tiles <= 2 ? 1 : (args.token_tiles + 1) / 2;
   int warps = 1;
   while (warps < 8 && int64_t(args.row_tiles) * groups * warps < 16 * num_processors) warps *= 2;
-  with_format(w.format, [&](auto format) { quantized_linear_of<decltype(format)>(args, warps, num_processors, stream); });
+  with_format(w.format, [&](auto format) {
+    quantized_linear_of<decltype(format)>(args, warps, num_processors, stream);
+  });
 }
 
 }  // namespace rvllm

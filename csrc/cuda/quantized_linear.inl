@@ -1,11 +1,11 @@
-// out = x W^T + bias for quantized weights, on the integer units of the tensor cores. Exact: every float operation is one
-// of csrc/cpu/linear_kernels.inl in the same order, whatever the number of tokens and however the work is cut.
+// out = x W^T + bias for quantized weights, on the integer units of the tensor cores. Exact: every float operation is
+// one of csrc/cpu/linear_kernels.inl in the same order, whatever the number of tokens and however the work is cut.
 //
-// A warp owns 16 rows of W times 8 kTiles tokens; blocks of 32 k follow in ascending order. Where there are too few such
-// warps to keep memory busy, blockDim.y of them share the outputs: each reads every blockDim.y-th unit of K and makes its
-// integer sums at once, then they add their units to the float sums in turn, handing these on through shared memory.
-// Reads of W are 16 bytes a lane and coalesced; bound by memory up to some 32 tokens, by the float scaling after that.
-// Included by the files that make the kernels of some formats each.
+// A warp owns 16 rows of W times 8 kTiles tokens; blocks of 32 k follow in ascending order. Where there are too few
+// such warps to keep memory busy, blockDim.y of them share the outputs: each reads every blockDim.y-th unit of K and
+// makes its integer sums at once, then they add their units to the float sums in turn, handing these on through
+// shared memory. Reads of W are 16 bytes a lane and coalesced; bound by memory up to some 32 tokens, by the float
+// scaling after that. Included by the files that make the kernels of some formats each.
 #include "cuda/mma.h"
 #include "cuda/quantized_linear.h"
 #include "cuda/unpack.h"
@@ -60,7 +60,8 @@ __device__ __forceinline__ void dot_block(const QuantizedLinearArgs& args, const
 // Adds the scaled sums of one block to the float sums of rows g and g + 8.
 template <class F, int kTiles>
 __device__ __forceinline__ void add_block(const QuantizedLinearArgs& args, const RowScales<F> (&scales)[2], int block,
-                                          int in_chunk, int first_tile, int lane, const int (&sums)[F::kHalved ? 2 : 1][kTiles][4],
+                                          int in_chunk, int first_tile, int lane,
+                                          const int (&sums)[F::kHalved ? 2 : 1][kTiles][4],
                                           float (&total)[kTiles][4]) {
   float d[2], m[2], scale[2][2], minimum[2][2];
 #pragma unroll
@@ -103,8 +104,8 @@ __device__ __forceinline__ void add_block(const QuantizedLinearArgs& args, const
   }
 }
 
-// grid: [tiles of rows / tiles a block, tokens / tokens a block]; block: [32, warps that share K, tiles of rows x groups
-// of tokens]. kUnit: blocks of 32 k that a warp adds in one turn; it divides kChunkBlocks.
+// grid: [tiles of rows / tiles a block, tokens / tokens a block]; block: [32, warps that share K, tiles of rows x
+// groups of tokens]. kUnit: blocks of 32 k that a warp adds in one turn; it divides kChunkBlocks.
 template <class F, int kTiles, int kUnit>
 __global__ void __launch_bounds__(256, 1) quantized_linear_kernel(QuantizedLinearArgs args) {
   RV_DYN_SHARED(float4, handed_on);  // [blockDim.z, kTiles, 32]
@@ -112,8 +113,9 @@ __global__ void __launch_bounds__(256, 1) quantized_linear_kernel(QuantizedLinea
   const int tile = blockIdx.x * args.tiles_a_block + threadIdx.z % args.tiles_a_block;
   const int group = blockIdx.y * args.groups_a_block + threadIdx.z / args.tiles_a_block;
   const int first_tile = group * kTiles;
-  const int expert = args.experts.tile_expert && first_tile < args.token_tiles ? args.experts.tile_expert[first_tile] : 0;
-  const bool is_active = tile < args.row_tiles && first_tile < args.token_tiles && expert >= 0;
+  const bool has_tokens = first_tile < args.token_tiles;
+  const int expert = args.experts.tile_expert && has_tokens ? args.experts.tile_expert[first_tile] : 0;
+  const bool is_active = tile < args.row_tiles && has_tokens && expert >= 0;
   const TileLayout& layout = args.layout;
   const uint8_t* const weight = args.weight + (is_active ? expert * args.expert_bytes + tile * layout.bytes : 0);
   const int units = (args.blocks + kUnit - 1) / kUnit, pairs = (args.blocks + 1) / 2;
@@ -161,10 +163,12 @@ __global__ void __launch_bounds__(256, 1) quantized_linear_kernel(QuantizedLinea
 #pragma unroll
         for (int i = 0; i < kUnit; ++i)
           if (i < count)
-            add_block<F, kTiles>(args, scales, unit * kUnit + i, chunk_begin + i, first_tile, lane, unit_sums.sums[i], total);
+            add_block<F, kTiles>(args, scales, unit * kUnit + i, chunk_begin + i, first_tile, lane, unit_sums.sums[i],
+                                 total);
         if (warps > 1)
 #pragma unroll
-          for (int n = 0; n < kTiles; ++n) mine[n * 32] = make_float4(total[n][0], total[n][1], total[n][2], total[n][3]);
+          for (int n = 0; n < kTiles; ++n)
+            mine[n * 32] = make_float4(total[n][0], total[n][1], total[n][2], total[n][3]);
       }
       if (warps > 1) __syncthreads();
     }
@@ -192,7 +196,8 @@ void launch_format(QuantizedLinearArgs args, int warps, int num_processors, cuda
   while (args.groups_a_block * warps > 8) warps /= 2;
   // With all of K in one warp, blocks are made of tiles instead, as long as there are enough of these.
   args.tiles_a_block = 1;
-  while (warps * args.groups_a_block * args.tiles_a_block < 4 && args.row_tiles / args.tiles_a_block > 2 * num_processors)
+  while (warps * args.groups_a_block * args.tiles_a_block < 4 &&
+         args.row_tiles / args.tiles_a_block > 2 * num_processors)
     args.tiles_a_block *= 2;
   const dim3 grid(unsigned((args.row_tiles + args.tiles_a_block - 1) / args.tiles_a_block),
                   unsigned((groups + args.groups_a_block - 1) / args.groups_a_block));

@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(128) rope_kernel(float* x, int64_t stride, int
 
 void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved, cudaStream_t stream) {
   const int heads = int(x.cols) / head_dim, half = int(cos_sin.cols) / 2;
-  rv::launch(rope_kernel, dim3(unsigned(x.rows), unsigned((heads * half + 127) / 128)), 128, 0, stream, x.data, x.stride, heads,
-         head_dim, cos_sin.data, half, interleaved);
+  rv::launch(rope_kernel, dim3(unsigned(x.rows), unsigned((heads * half + 127) / 128)), 128, 0, stream, x.data,
+             x.stride, heads, head_dim, cos_sin.data, half, interleaved);
 }
 
 }  // namespace rvllm

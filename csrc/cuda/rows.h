@@ -1,5 +1,5 @@
-// What makes a row of activations, element by element: norm.cu and activation.cu write it as floats, quantize.cu as int8.
-// prepare() is called by every thread of the block before the first element.
+// What makes a row of activations, element by element: norm.cu and activation.cu write it as floats, quantize.cu as
+// int8. prepare() is called by every thread of the block before the first element.
 #pragma once
 
 #include "activation.h"
@@ -9,7 +9,8 @@ namespace rvllm {
 
 constexpr int kRowChunk = 2048;  // elements in shared memory at a time
 
-// f(x[i], sum) over n elements in 16 lanes, by half a warp out of shared memory; every thread of the block gets the sum.
+// f(x[i], sum) over n elements in 16 lanes, by half a warp out of shared memory; every thread of the block gets the
+// sum.
 template <class F>
 __device__ float ordered_sum(const float* x, int n, const F& f) {
   RV_SHARED(float, chunk, kRowChunk);

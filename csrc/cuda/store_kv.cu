@@ -23,8 +23,9 @@ __global__ void store_kv_kernel(StoreArgs a) {
   const int block = slot / c.block_size, at = slot % c.block_size;
   uint8_t* const matrix = c.data + int64_t(block) * c.block_bytes + (2 * head + is_value) * c.matrix_bytes;
   constexpr int kRun = 16 / sizeof(typename Cache::Element);
-  auto* const element = reinterpret_cast<typename Cache::Element*>(matrix) +
-                        (is_value ? int64_t(at) * c.padded_dim + d : (int64_t(d / kRun) * c.block_size + at) * kRun + d % kRun);
+  const int64_t index = is_value ? int64_t(at) * c.padded_dim + d
+                                 : (int64_t(d / kRun) * c.block_size + at) * kRun + d % kRun;
+  auto* const element = reinterpret_cast<typename Cache::Element*>(matrix) + index;
   const float* const source = is_value ? a.v + token * a.v_stride : a.k + token * a.k_stride;
   const float x = d < c.head_dim ? source[head * c.head_dim + d] : 0.0f;
   if constexpr (Cache::kScaled) {

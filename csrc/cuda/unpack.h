@@ -137,7 +137,8 @@ struct RowScales {
 
 // Weight k of a row of a tile.
 template <class F>
-__device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const uint4& table, float unit, int row, int k) {
+__device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const uint4& table, float unit, int row,
+                           int k) {
   const int block = k / 32, i = k % 32, r = (row >= 8) + 2 * (i >= 16);
   CodePair<F> codes;
   codes.load(tile, layout, block / 2, row % 8 * 4 + i % 16 / 4);
