@@ -214,7 +214,10 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(AttentionArgs a)
     if (row >= unit.rows) break;
     const int token = unit.token(row), head = unit.head(row);
     if (a.parts) {
-      float* const kept = a.parts + ((int64_t(token) * a.num_heads + head) * a.num_parts + begin_part) * (2 + dim);
+      // Tokens of one unit may begin and end at different partitions.
+      const int first = first_visible(a, token) / kPartition, part = unit.first_partition + begin_part - first;
+      if (part < 0 || part > a.positions[token] / kPartition - first) continue;
+      float* const kept = a.parts + ((int64_t(token) * a.num_heads + head) * a.num_parts + part) * (2 + dim);
       if (d == 0) {
         kept[0] = row_largest[row];
         kept[1] = row_total[row];

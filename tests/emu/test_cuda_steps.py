@@ -63,6 +63,24 @@ def test_attention_of_single_tokens(backend: Any, heads: int, kv_heads: int, dim
             np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize("window", [0, 300])
+def test_attention_of_the_last_tokens_of_long_contexts(backend: Any, window: int) -> None:
+    """With the window, the first tokens of a chunk see a partition of positions that later ones do not."""
+    step = Step([17, 3, 1], [566, 260, 20], 16, 4, 2, 32)
+    positions = [np.arange(n - count, n) for n, count in zip(step.contexts, step.queries, strict=True)]
+    slots = [
+        table[np.arange(n) // 16] * 16 + np.arange(n) % 16
+        for n, table in zip(step.contexts, step.tables, strict=True)
+    ]
+    args = (
+        np.vstack(step.q), np.vstack(step.k), np.vstack(step.v), np.concatenate(positions), np.concatenate(slots),
+        np.cumsum([0, *step.queries]), np.array(step.contexts), step.tables, step.num_blocks, 16, 4, 2, window,
+    )  # fmt: skip
+    np.testing.assert_array_equal(
+        ops.attention(backend, *args), ops.attention(_core.CpuBackend(1, "scalar"), *args)
+    )
+
+
 @pytest.mark.skipif(VARIANT == "tsan", reason="a hundred times slower")
 def test_steps_are_replayed_with_the_same_tokens(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
