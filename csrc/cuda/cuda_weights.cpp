@@ -33,7 +33,7 @@ std::vector<float> to_floats(const HostTensor& t) {
 
 std::shared_ptr<void> to_device(const std::vector<float>& values, const char* what) {
   auto memory = device_memory(values.size() * sizeof(float), what);
-  check_cuda(cudaMemcpy(memory.get(), values.data(), values.size() * sizeof(float), cudaMemcpyHostToDevice), what);
+  copy_to_device(memory.get(), values.data(), values.size() * sizeof(float), what);
   return memory;
 }
 
@@ -51,8 +51,7 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMa
   if (matrix.format < 0) {
     for (int64_t done = 0; done < int64_t(t.bytes); done += kPieceBytes) {
       const size_t count = std::min(size_t(kPieceBytes), t.bytes - size_t(done));
-      check_cuda(cudaMemcpy(data + place.offset + done, t.data + done, count, cudaMemcpyHostToDevice),
-                 "copying weights");
+      copy_to_device(data + place.offset + done, t.data + done, count, "copying weights");
       if (t.consumed) t.consumed(size_t(done) + count);
     }
     return;
@@ -68,9 +67,8 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMa
                   packed.data() + i * matrix.tile_bytes);
       }
     });
-    check_cuda(cudaMemcpy(data + place.offset + first * matrix.tile_bytes, packed.data(),
-                          size_t(count * matrix.tile_bytes), cudaMemcpyHostToDevice),
-               "copying weights");
+    copy_to_device(data + place.offset + first * matrix.tile_bytes, packed.data(), size_t(count * matrix.tile_bytes),
+                   "copying weights");
     const int64_t last = first + count;
     const int64_t done = last / place.tiles * rows + std::min(rows, last % place.tiles * kTileRows);
     if (t.consumed) t.consumed(size_t(done) * row_bytes);
@@ -98,6 +96,7 @@ DeviceMatrix matrix_of(const HostTensor& t, int num_experts) {
 
 std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, const std::vector<HostTensor>& tensors,
                                              const std::vector<HostTensor>& biases) {
+  check(num_experts <= kMaxExperts, tensors.front().name, ": ", num_experts, " experts, CUDA has at most ", kMaxExperts);
   auto weight = std::make_unique<CudaWeight>();
   weight->num_experts = num_experts;
   weight->cols = tensors.front().cols;

@@ -12,6 +12,12 @@ inline std::shared_ptr<void> device_memory(size_t bytes, const char* what) {
   return std::shared_ptr<void>(device_malloc(bytes, what), [](void* p) { cudaFree(p); });
 }
 
+// Copies up and waits: cudaMemcpy returns once it has read pageable memory, and other streams do not wait for the rest.
+inline void copy_to_device(void* to, const void* from, size_t bytes, const char* what) {
+  check_cuda(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), what);
+  check_cuda(cudaStreamSynchronize(nullptr), what);
+}
+
 // Pinned memory through which data goes up: a copy that is under way keeps its part until the stream has been waited
 // for.
 class Staging {

@@ -5,8 +5,6 @@
 namespace rvllm {
 namespace {
 
-constexpr int kMaxExperts = 1024;
-
 // A warp chooses for one token, in the order of csrc/cpu/expert_kernels.inl. grid: [T].
 __global__ void route_kernel(const float* logits, int64_t stride, int num_experts, bool normalized, ExpertRows out) {
   RV_SHARED(float, values, kMaxExperts);

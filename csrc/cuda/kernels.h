@@ -45,6 +45,8 @@ struct QuantizedRows {
   }
 };
 
+constexpr int kMaxExperts = 1024;
+
 // A step's choices of experts: choice i is that of token i / num_used. For products they are sorted by expert, those of
 // each begin at a multiple of 8: the place of a choice in this order.
 struct ExpertRows {
