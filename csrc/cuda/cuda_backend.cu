@@ -6,6 +6,7 @@
 #include "check.h"
 #include "clock.h"
 #include "cuda/cuda_weights.h"
+#include "cuda/rows.h"
 
 namespace rvllm {
 namespace {

@@ -15,7 +15,6 @@
 #include "cuda/blas.h"
 #include "cuda/device_buffer.h"
 #include "cuda/quantized_linear.h"
-#include "cuda/rows.h"
 #include "cuda/step_graphs.h"
 
 namespace rvllm {
