@@ -1,0 +1,87 @@
+// Mixture of experts: the choice of experts, the order of the choices, and the sum of what they made. arXiv:1701.06538
+#include "metal/device_math.h"
+
+// A simdgroup chooses for one token, in the order of csrc/cpu/expert_kernels.inl. grid: [T].
+kernel void route(constant ExpertArgs& args [[buffer(0)]],
+                  device const float* logits [[buffer(1)]],
+                  device int* all_experts [[buffer(2)]],    // [choices]
+                  device float* all_weights [[buffer(3)]],  // [choices]
+                  uint token [[threadgroup_position_in_grid]],
+                  uint lane_index [[thread_index_in_simdgroup]]) {
+  threadgroup float values[1024];
+  threadgroup int chosen[1024];
+  const int lane = int(lane_index), k = args.num_used;
+  for (int e = lane; e < args.num_experts; e += 32) values[e] = logits[long(token) * args.stride + e];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (lane == 0) {
+    int found = 0;
+    for (int e = 0; e < args.num_experts; ++e) {
+      int at = found;
+      // Of equal logits the lower index stays ahead; a NaN goes first, so that it is not lost.
+      while (at > 0 && !(values[e] <= values[chosen[at - 1]]) && values[chosen[at - 1]] == values[chosen[at - 1]]) --at;
+      if (at == k) continue;
+      if (found < k) ++found;
+      for (int i = found - 1; i > at; --i) chosen[i] = chosen[i - 1];
+      chosen[at] = e;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const float largest = values[chosen[0]];
+  float sum = 0.0f;
+  if (!args.normalized)
+    for (int e = lane % kOrderedLanes; e < args.num_experts; e += kOrderedLanes)
+      sum = sum + ordered_exp(values[e] - largest);
+  sum = tree_sum16(sum);
+  if (lane != 0) return;
+  float total = 0.0f;
+  for (int i = 0; i < k; ++i) total += ordered_exp(values[chosen[i]] - largest);
+  for (int i = 0; i < k; ++i) {
+    all_experts[long(token) * k + i] = chosen[i];
+    all_weights[long(token) * k + i] = ordered_exp(values[chosen[i]] - largest) / (args.normalized ? total : sum);
+  }
+}
+
+// One group sorts all choices by expert, a thread for each: those of an expert begin at a multiple of 8.
+kernel void sort_choices(constant ExpertArgs& args [[buffer(0)]],
+                         device const int* experts [[buffer(1)]],
+                         device int* places [[buffer(2)]],       // [choices]
+                         device int* choices [[buffer(3)]],      // [places]  -1: none
+                         device int* tile_expert [[buffer(4)]],  // [tiles]   -1: none
+                         uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup int first_place[1025];
+  const int e = int(thread_index), n = args.num_choices;
+  int count = 0;
+  for (int i = 0; i < n; ++i) count += experts[i] == e ? 1 : 0;
+  first_place[e + 1] = (count + 7) / 8 * 8;
+  if (e == 0) first_place[0] = 0;
+  for (int i = e; i < 8 * args.num_tiles; i += 1024) choices[i] = -1;
+  for (int i = e; i < args.num_tiles; i += 1024) tile_expert[i] = -1;
+  threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+  if (e == 0)
+    for (int i = 0; i < 1024; ++i) first_place[i + 1] += first_place[i];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  int place = first_place[e];
+  for (int i = 0; i < n; ++i) {
+    if (experts[i] != e) continue;
+    places[i] = place;
+    choices[place++] = i;
+  }
+  for (int tile = first_place[e] / 8; tile < first_place[e + 1] / 8; ++tile) tile_expert[tile] = e;
+}
+
+// A thread sums one column of a token's choices, best first. grid: [T, columns / 256].
+kernel void combine(constant ExpertArgs& args [[buffer(0)]],
+                    device float* out [[buffer(1)]],
+                    device const float* y [[buffer(2)]],
+                    device const float* weights [[buffer(3)]],
+                    uint2 group [[threadgroup_position_in_grid]],
+                    uint thread_index [[thread_index_in_threadgroup]]) {
+  const int i = int(group.y * 256 + thread_index);
+  if (i >= args.cols) return;
+  float sum = 0.0f;
+  for (int j = 0; j < args.num_used; ++j) {
+    const long choice = long(group.x) * args.num_used + j;
+    sum += weights[choice] * y[choice * args.stride + i];
+  }
+  out[long(group.x) * args.out_stride + i] = sum;
+}

@@ -1,0 +1,134 @@
+#include "metal/metal_weights.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "check.h"
+#include "cuda/packed_weights.h"
+
+namespace rvllm {
+namespace {
+
+constexpr int64_t kTilesAtATime = 4096;  // packed before the file's pages are let go
+constexpr int64_t kAlignment = 256;
+
+const TypeInfo& checked_type(const HostTensor& t) {
+  const TypeInfo* type = find_type(t.type);
+  check(type != nullptr, t.name, ": ggml type ", t.type, " has no Metal kernel");
+  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
+        " blocks of ", type->block_size);
+  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
+        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
+  return *type;
+}
+
+std::vector<float> to_floats(const HostTensor& t) {
+  std::vector<float> values(size_t(t.rows * t.cols));
+  dequantize_row(checked_type(t), t.data, values.data(), t.rows * t.cols);
+  if (t.consumed) t.consumed(t.bytes);
+  return values;
+}
+
+std::shared_ptr<void> to_device(MetalDevice& device, const std::vector<float>& values, const char* what) {
+  auto memory = device.alloc(values.size() * sizeof(float), what);
+  std::memcpy(memory.get(), values.data(), values.size() * sizeof(float));
+  return memory;
+}
+
+MetalMatrix matrix_of(const HostTensor& t, int num_experts) {
+  const TypeInfo& type = checked_type(t);
+  MetalMatrix m;
+  m.type = type.type;
+  m.args.rows = int(t.rows / num_experts);
+  m.args.cols = int(t.cols);
+  m.args.unit = 1.0f;
+  if (!type.decode) return m;
+  m.format = format_number(type);
+  with_format(m.format, [&](auto format) {
+    const TileLayout layout = tile_layout<decltype(format)>(t.cols);
+    m.args.high = layout.high;
+    m.args.scales = layout.scales;
+    m.args.tile_bytes = layout.bytes;
+  });
+  if (type.codebook) {
+    std::memcpy(m.args.codebook, type.codebook->values, 16);
+    if (type.format.scales >= Scales::kSuperD) m.args.unit = type.codebook->unit;
+  }
+  return m;
+}
+
+void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const MetalMatrix& matrix, uint8_t* out) {
+  const TypeInfo& type = *find_type(t.type);
+  if (matrix.format < 0) {
+    std::memcpy(out, t.data, t.bytes);
+    if (t.consumed) t.consumed(t.bytes);
+    return;
+  }
+  const size_t row_bytes = t.bytes / size_t(t.rows);
+  const int64_t rows = t.rows / num_experts, tiles = (rows + kTileRows - 1) / kTileRows;  // of an expert
+  for (int64_t first = 0; first < tiles * num_experts; first += kTilesAtATime) {
+    const int64_t count = std::min(kTilesAtATime, tiles * num_experts - first);
+    pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = first + begin; i < first + end; ++i)
+        pack_tile(type, t.data + size_t(i / tiles * rows) * row_bytes, rows, t.cols, i % tiles,
+                  out + i * matrix.args.tile_bytes);
+    });
+    const int64_t last = first + count, done = last / tiles * rows + std::min(rows, last % tiles * kTileRows);
+    if (t.consumed) t.consumed(size_t(done) * row_bytes);
+  }
+}
+
+}  // namespace
+
+std::string MetalMatrix::kernel(const char* prefix) const {
+  const char* const floats = type == GgmlType::F32 ? "f32" : type == GgmlType::F16 ? "f16" : "bf16";
+  return std::string(prefix) + "_" + (format >= 0 ? kFormatNames[format] : floats);
+}
+
+std::unique_ptr<MetalWeight> load_metal_weight(MetalDevice& device, ThreadPool& pool, int num_experts,
+                                               const std::vector<HostTensor>& tensors,
+                                               const std::vector<HostTensor>& biases) {
+  auto weight = std::make_unique<MetalWeight>();
+  weight->num_experts = num_experts;
+  weight->cols = tensors.front().cols;
+  std::vector<int64_t> offsets;
+  int64_t bytes = 0;
+  for (const HostTensor& t : tensors) {
+    check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not the same number for each of ", num_experts,
+          " experts");
+    MetalMatrix m = matrix_of(t, num_experts);
+    m.first_row = weight->rows;
+    const int64_t tiles = (m.args.rows + kTileRows - 1) / kTileRows;
+    m.args.expert_bytes = m.format < 0 ? int64_t(t.bytes) / num_experts : tiles * m.args.tile_bytes;
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    offsets.push_back(bytes);
+    bytes += num_experts * m.args.expert_bytes;
+    weight->rows += m.args.rows;
+    weight->has_quantized |= m.format >= 0;
+    weight->parts.push_back(m);
+  }
+  weight->bytes = bytes;
+  weight->memory = device.alloc(size_t(bytes), tensors.front().name.c_str());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    uint8_t* const data = static_cast<uint8_t*>(weight->memory.get()) + offsets[i];
+    weight->parts[i].data = data;
+    copy(pool, tensors[i], num_experts, weight->parts[i], data);
+  }
+  std::vector<float> bias;  // [parts][experts, rows of the part]
+  for (const HostTensor& t : biases) {
+    const std::vector<float> values = to_floats(t);
+    bias.insert(bias.end(), values.begin(), values.end());
+  }
+  if (!bias.empty()) weight->bias_memory = to_device(device, bias, "biases");
+  return weight;
+}
+
+std::unique_ptr<MetalVector> load_metal_vector(MetalDevice& device, const HostTensor& tensor) {
+  auto weight = std::make_unique<MetalVector>();
+  weight->rows = tensor.rows;
+  weight->cols = tensor.cols;
+  weight->memory = to_device(device, to_floats(tensor), tensor.name.c_str());
+  return weight;
+}
+
+}  // namespace rvllm
