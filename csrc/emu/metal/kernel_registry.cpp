@@ -1,0 +1,59 @@
+#include "emu/metal/kernel_registry.h"
+
+#include <cstdlib>
+#include <map>
+#include <set>
+
+namespace rvllm::emu {
+namespace {
+
+std::map<std::string, KernelFunction>& registry() {
+  static std::map<std::string, KernelFunction> kernels;
+  return kernels;
+}
+
+std::set<std::string>& constant_users() {
+  static std::set<std::string> names;
+  return names;
+}
+
+const Bindings* g_bindings = nullptr;  // of the kernel that runs
+
+// Faults of a machine, for tests: RVLLM_EMU_MISSING_KERNEL and RVLLM_EMU_FAILING_KERNEL name one.
+bool is_named(const char* setting, const std::string& kernel) {
+  const char* const value = std::getenv(setting);
+  return value && kernel == value;
+}
+
+}  // namespace
+
+KernelRegistration::KernelRegistration(const char* name, KernelFunction function) {
+  registry()[name] = std::move(function);
+}
+ConstantUser::ConstantUser(const char* kernel) { constant_users().insert(kernel); }
+bool has_kernel(const std::string& name) {
+  return registry().count(name) > 0 && !is_named("RVLLM_EMU_MISSING_KERNEL", name);
+}
+bool uses_constants(const std::string& name) { return constant_users().count(name) > 0; }
+
+std::string dispatch_kernel(const std::string& name, const Bindings& bindings, Coord groups, Coord threads) {
+  if (is_named("RVLLM_EMU_FAILING_KERNEL", name)) return name + ": the device has failed";
+  GridConfig config;
+  config.grid = groups;
+  config.block = threads;
+  config.dynamic_shared_bytes = bindings.threadgroup_bytes;
+  config.max_shared_bytes = kMaxThreadgroupBytes;
+  config.forbid_early_exit = true;
+  config.name = name;
+  const KernelFunction& kernel = registry().at(name);
+  g_bindings = &bindings;
+  return run_grid(config, [&] { kernel(bindings); }) ? std::string() : last_report();
+}
+
+FunctionConstant::operator bool() const {
+  const int value = g_bindings->constants[index];
+  if (value < 0) kernel_error("function constant %d has no value", index);
+  return value != 0;
+}
+
+}  // namespace rvllm::emu

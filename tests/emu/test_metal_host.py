@@ -1,0 +1,212 @@
+"""The host code of the Metal backend, and that the emulator finds mistakes in it and in the kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import build_emulated_metal
+import numpy as np
+import pytest
+from build_emulated_metal import CSRC, check_strictly, flattened_source
+from metal_devices import METAL, REASON, kernels, live_objects
+from test_ops import normal
+
+from rvllm._core import ops
+
+pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+HEADERS = [
+    CSRC / "emu/metal/objc" / name
+    for name in ("Metal/Metal.h", "MetalPerformanceShaders/MetalPerformanceShaders.h")
+]
+PYOBJC = "12.2.2"
+# Methods of classes whose arguments need no description there.
+UNDESCRIBED = {
+    "encodeToCommandBuffer:leftMatrix:rightMatrix:resultMatrix:",
+    "matrixDescriptorWithRows:columns:rowBytes:dataType:",
+    "setConstantValue:type:atIndex:",
+}
+
+
+def test_a_machine_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RVLLM_EMU_NO_DEVICE", "1")
+    with pytest.raises(RuntimeError, match="this machine has no Metal device"):
+        METAL.backend(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["attention_q8_0_8", "norm"])
+def test_a_kernel_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("RVLLM_EMU_MISSING_KERNEL", name)
+    with pytest.raises(RuntimeError, match=f"the Metal library has no kernel '{name}'"):
+        METAL.backend(monkeypatch)
+
+
+def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    make_backend = METAL.module(monkeypatch).make_backend
+    with pytest.raises(RuntimeError, match=r"cannot read the Metal kernels in .*none.metal"):
+        make_backend(1, str(tmp_path / "none.metal"))
+    compiled = tmp_path / "kernels.metallib"
+    with pytest.raises(RuntimeError, match=r"Metal cannot load the kernels in .*no such file"):
+        make_backend(1, str(compiled))
+    compiled.touch()
+    assert make_backend(1, str(compiled)).device_name == "CPU emulator"
+
+
+def test_a_failure_of_the_device_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = METAL.backend(monkeypatch)
+    x = normal(2, 8)
+    monkeypatch.setenv("RVLLM_EMU_FAILING_KERNEL", "add")
+    with pytest.raises(RuntimeError, match="Metal failed: add"):
+        ops.add(backend, x, x)
+    monkeypatch.delenv("RVLLM_EMU_FAILING_KERNEL")
+    np.testing.assert_array_equal(ops.add(backend, x, x), 2 * x)
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = METAL.module(monkeypatch)
+    before = live_objects(module)
+    backend = METAL.backend(monkeypatch)
+    free, total = backend.memory_info
+    assert 0 < total - free < 1 << 20
+    monkeypatch.setenv("RVLLM_EMU_MEMORY", "1")
+    with pytest.raises(RuntimeError, match="activations: 800000 bytes, Metal allows 524288 in one buffer"):
+        ops.add(backend, normal(200, 1000), normal(200, 1000))
+    ops.add(backend, normal(2, 8), normal(2, 8))
+    del backend
+    assert live_objects(module) == before
+
+
+# ---- what the stand-ins declare
+
+
+def declared_selectors(text: str) -> set[str]:
+    selectors = set()
+    for declaration in re.findall(r"^[-+] ([^;{]*);", text, re.MULTILINE):
+        words = re.sub(r"\((?:[^()]|\([^()]*\))*\)", "", declaration)
+        parts = re.findall(r"(\w+)\s*:", words)
+        selectors.add("".join(f"{part}:" for part in parts) if parts else words.strip())
+    return selectors | set(re.findall(r"@property\([^)]*\)[^;]*?(\w+);", text))
+
+
+def pyobjc_metadata() -> str:
+    """What pyobjc's wheels say of Apple's headers, kept between runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = Path(base) / "rvllm-tests" / f"pyobjc-{PYOBJC}"
+    cache.mkdir(parents=True, exist_ok=True)
+    text = ""
+    for framework in ("Metal", "MetalPerformanceShaders"):
+        pattern = f"pyobjc_framework_{framework.lower()}-*.whl"
+        if not list(cache.glob(pattern)):
+            options = ["--no-deps", "--only-binary=:all:", "--platform=macosx_10_9_universal2"]
+            package = f"pyobjc-framework-{framework}=={PYOBJC}"
+            command = [sys.executable, "-m", "pip", "download", "-q", *options, "--python-version=3.11"]
+            result = subprocess.run([*command, f"--dest={cache}", package], capture_output=True, text=True)
+            if result.returncode:
+                pytest.skip(f"{package} cannot be downloaded: {result.stderr.strip().splitlines()[-1]}")
+        with ZipFile(next(cache.glob(pattern))) as wheel:
+            text += wheel.read(f"{framework}/_metadata.py").decode()
+    return text
+
+
+def test_stand_ins_declare_what_apple_does() -> None:
+    metadata = pyobjc_metadata()
+    text = re.sub(r"//[^\n]*", "", "".join(header.read_text() for header in HEADERS))
+    described = set(re.findall(r'b"([A-Za-z][\w:]*)"', metadata))
+    assert declared_selectors(text) - described == UNDESCRIBED
+    values = dict(re.findall(r"(\w+)@(-?\d+)", metadata))
+    constants = re.findall(r"\b(M(?:TL|PS)\w+) = ([x0-9a-f |]+)", text)
+    assert len(constants) == 8
+    for name, expression in constants:
+        value = 0
+        for part in expression.split("|"):
+            value |= int(part, 0)
+        assert (name, value) == (name, int(values[name]))
+
+
+# ---- types of the kernels
+
+
+def test_kernels_have_metals_address_spaces(tmp_path: Path) -> None:
+    assert check_strictly(flattened_source(), tmp_path) == ""
+
+
+TYPE_FAULTS = {
+    "device pointer for a threadgroup one": "f(x);",
+    "no address space": "float* p = x;",
+    "address space dropped": "thread float* p = (thread float*)x; device float* q = p;",
+    "write to a constant": "n = 1;",
+    "write to const": "y[0] = 1.0f;",
+    "double": "double d = 1.0; x[0] = d;",
+    "allocation": "int* p = new int;",
+    "static variable": "static int count; count++;",
+    "exception": "try { } catch (...) { }",
+}
+
+
+@pytest.mark.parametrize("fault", ["", *TYPE_FAULTS])
+def test_faults_of_types_are_found(fault: str, tmp_path: Path) -> None:
+    source = f"""
+#include <metal_stdlib>
+using namespace metal;
+inline void f(threadgroup float* p) {{ p[0] = 0.0f; }}
+kernel void g(constant int& n [[buffer(0)]], device float* x [[buffer(1)]], device const float* y [[buffer(2)]]) {{
+  threadgroup float t[1];
+  f(t);
+  x[n] = y[n];
+  {TYPE_FAULTS.get(fault, "")}
+}}
+"""
+    assert bool(check_strictly(source, tmp_path)) == bool(fault)
+
+
+# ---- mistakes seeded into kernels and host code
+
+FAULTS = {
+    "no barrier behind the load": (
+        "metal/norm.metal",
+        "chunk[i] = x[first + i];\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "chunk[i] = x[first + i];",
+    ),
+    "index of a scale": ("metal/store_kv.metal", "? at * c.scales + int(simdgroup)", "? at * c.scales"),
+    "write past a row": ("metal/elementwise.metal", "if (i < args.cols) x[", "if (i <= args.cols) x["),
+    "sum of the wrong half": ("metal/quantize.metal", "lane < 16 ? 0 : code", "lane < 15 ? 0 : code"),
+    "no wait": ("metal/metal_device.mm", "[commands.get() waitUntilCompleted];\n  for", "(void)commands;\n  for"),
+    "no commit": ("metal/metal_device.mm", "  [s.commands.get() commit];\n", ""),
+    "encoder left open": ("metal/metal_device.mm", "  s.end_encoder();  // MPS opens one of its own\n", ""),
+    "matrix not transposed": ("metal/metal_device.mm", "transposeRight:YES", "transposeRight:NO"),
+    "index of a buffer": ("metal/metal_device.mm", "NSUInteger index = 1;", "NSUInteger index = 2;"),
+    "no threadgroup memory": (
+        "metal/metal_device.mm",
+        "if (threadgroup_bytes > 0)",
+        "if (threadgroup_bytes > 1 << 20)",
+    ),
+    "an object kept": (
+        "metal/metal_device.mm",
+        "pipeline([device newComputePipelineStateWithFunction:function.get() error:&error]);",
+        "pipeline([[device newComputePipelineStateWithFunction:function.get() error:&error] retain]);",
+    ),
+    "fast math": ("metal/metal_device.mm", "setFastMathEnabled:NO", "setFastMathEnabled:YES"),
+}  # fmt: skip
+
+
+def run_smoke(module: Path) -> str:
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1"}
+    env |= {"RVLLM_EMU_ORDER": "2", "RVLLM_EMU_LAZY": "1", "RVLLM_EMU_GUARD": "1"}
+    command = [sys.executable, str(Path(__file__).with_name("metal_smoke.py")), str(module), str(kernels())]
+    return subprocess.run(command, env=env, capture_output=True, text=True).stdout
+
+
+def test_without_a_fault_nothing_is_found() -> None:
+    assert run_smoke(build_emulated_metal.build_module()) == "equal\nlive 0\n"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: str, tmp_path: Path) -> None:
+    name, before, after = FAULTS[fault]
+    module = build_emulated_metal.build_changed(CSRC / name, before, after, tmp_path)
+    assert run_smoke(module) != "equal\nlive 0\n"
