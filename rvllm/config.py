@@ -30,14 +30,14 @@ _USUAL_VALUES = {
 
 KV_CACHE_DTYPES = ("f16", "f32", "bf16", "q8_0")  # q8_0: int8 with a float scale for each 32 elements
 PREFILL_COMPUTE = ("auto", "int8", "f16")
-_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+_DEVICE = re.compile(r"cpu|metal|cuda(:\d{1,3})?")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine; None means: derive it from the model and the machine."""
 
-    device: str = "cpu"  # or "cuda", "cuda:1", ...
+    device: str = "cpu"  # or "metal", "cuda", "cuda:1", ...
     dtype: str = "auto"  # of the weights: as in the file, or "float32", dequantized when they are loaded
     max_model_len: int | None = None  # tokens of prompt and answer together
     max_num_seqs: int = 64  # requests that run at a time
@@ -78,7 +78,7 @@ class EngineConfig:
             if not isinstance(value, kind) and not (value is None and name == "isa"):
                 raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r}")
         if not _DEVICE.fullmatch(self.device):
-            raise ValueError(f"device must be 'cpu', 'cuda' or 'cuda:N', not {self.device!r}")
+            raise ValueError(f"device must be 'cpu', 'metal', 'cuda' or 'cuda:N', not {self.device!r}")
         if self.device != "cpu" and self.isa is not None:
             raise ValueError(f"isa is a setting of device 'cpu', not of {self.device!r}")
         if self.prefill_compute not in PREFILL_COMPUTE:
@@ -86,7 +86,7 @@ class EngineConfig:
                 f"prefill_compute must be one of {', '.join(PREFILL_COMPUTE)}, not {self.prefill_compute!r}"
             )
         if self.prefill_compute == "f16" and self.device == "cpu":
-            raise ValueError("prefill_compute 'f16' is a setting of device 'cuda', not of 'cpu'")
+            raise ValueError("prefill_compute 'f16' is a setting of devices 'cuda' and 'metal', not of 'cpu'")
         utilization = self.gpu_memory_utilization
         if (
             isinstance(utilization, bool)

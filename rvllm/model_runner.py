@@ -18,6 +18,7 @@ from rvllm.config import EngineConfig, ModelConfig
 from rvllm.cuda import cublas_libraries, import_cuda
 from rvllm.gguf_file import GGUFError, GGUFFile, printable
 from rvllm.kv_groups import KVGroupSizes
+from rvllm.metal import import_metal, kernel_library
 from rvllm.profile import Profile
 from rvllm.request import Request, SampledToken
 from rvllm.sampling_params import SamplingParams
@@ -215,7 +216,13 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
         num_threads = available
     if config.device == "cpu":
         return _core.CpuBackend(num_threads, config.isa or "")
-    backend: _core.Backend = import_cuda().make_backend(
+    backend: _core.Backend
+    if config.device == "metal":
+        backend = import_metal().make_backend(
+            num_threads, kernel_library(), f16_prefill=config.prefill_compute == "f16"
+        )
+        return backend
+    backend = import_cuda().make_backend(
         num_threads,
         cublas_libraries(),
         device=int(config.device.partition(":")[2] or 0),
@@ -229,7 +236,7 @@ def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
     if config.device == "cpu":
         available = available_memory()
         return available, min(_DEFAULT_KV_CACHE_BYTES, available // 2)
-    available, total = device.memory_info  # type: ignore[attr-defined]  # of CudaBackend
+    available, total = device.memory_info  # type: ignore[attr-defined]  # of a GPU's
     return available, max(0, available - int((1 - config.gpu_memory_utilization) * total))
 
 

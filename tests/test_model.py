@@ -181,7 +181,7 @@ def test_bad_batches_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"device": "tpu"}, "device must be 'cpu', 'cuda' or 'cuda:N', not 'tpu'"),
+        ({"device": "tpu"}, "device must be 'cpu', 'metal', 'cuda' or 'cuda:N', not 'tpu'"),
         ({"dtype": "int4"}, "dtype must be 'auto' or 'float32', not 'int4'"),
         ({"kv_cache_memory": 10}, "kv_cache_memory of 10 bytes is less than one block of"),
         ({"num_blocks": 2**29}, "a KV cache of 536870912 blocks needs"),

@@ -86,7 +86,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
     add = parser.add_argument_group("model and engine").add_argument
     add("-m", "--model", help="a GGUF file, or what `rvllm pull` takes (default: SmolLM2 135M, fetched once)")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in the model file")
-    add("--device", default="cpu", help="where to compute: cpu, cuda or cuda:N (default: %(default)s)")
+    add("--device", default="cpu", help="where to compute: cpu, metal, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", help="auto, or float32: dequantize the weights (default: %(default)s)")
     add("--isa", help="scalar, avx2, avx512_vnni, amx or neon (default: the best this machine has)")
     add("-t", "--threads", type=int, metavar="N", help="threads (default: the processors at hand)")
@@ -103,7 +103,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
         help="share of a GPU's memory for weights and KV cache (default: %(default)g)")
     add("--prefill-compute", default="auto", metavar="TYPE",
-        help="auto, int8, or on cuda f16: faster, but what runs beside changes numbers (default: %(default)s)")
+        help="auto, int8, or on a GPU f16: faster, but what runs beside changes numbers (default: %(default)s)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its beginning")
 # fmt: on
 
