@@ -1,10 +1,13 @@
-"""Build the compiled parts of rvllm: two Cython modules and the C++ core, one compiler flag set per ISA file."""
+"""Build the compiled parts of rvllm: Cython modules, the C++ core with one compiler flag set per ISA file, and, where
+nvcc is found, the CUDA backend."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +40,21 @@ CORE_SOURCES = [
     "csrc/cpu/expert_plan.cpp",
     "csrc/cpu/repack.cpp",
     "csrc/cpu/isa/scalar.cpp",
+]
+# The CUDA backend: host code, and kernels for every architecture of CUDA 13, as PTX for later ones.
+CUDA_SOURCES = [
+    *sorted(str(path) for path in Path("csrc/cuda").glob("*.cpp")),
+    "csrc/quant.cpp",
+    "csrc/quant_iq.cpp",
+    "csrc/thread_pool.cpp",
+]
+CUDA_ARCHS = ["75", "80", "86", "89", "90", "100", "120"]
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++17",
+    "-fmad=false",  # a fused multiply-add is written out or not there, as on the CPU
+    "-Werror=all-warnings",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
 ]
 CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
 # Only these flags may raise the instruction set, each for its own file: everything else must run on any processor.
@@ -108,8 +126,64 @@ def sanitizer_flags() -> list[str]:
     return [f"-fsanitize={kinds}", "-g", "-O1", "-fno-sanitize-recover=undefined"] if kinds else []
 
 
+def find_cuda() -> Path | None:
+    """The CUDA toolkit: CUDA_HOME if set, else where the nvcc on PATH lies or where toolkits are installed."""
+    nvcc = shutil.which("nvcc")
+    home = os.environ.get("CUDA_HOME")
+    places = (
+        [Path(home)] if home else [Path(nvcc).resolve().parents[1], Path("/usr/local/cuda")] if nvcc else []
+    )
+    return next(
+        (p for p in places if (p / "bin/nvcc").exists() and (p / "include/cuda_runtime.h").exists()), None
+    )
+
+
+def cuda_archs() -> list[str]:
+    """RVLLM_CUDA_ARCHS names fewer of them ("90", "80 90"), or, empty, none: then the CUDA backend is not built."""
+    return os.environ.get("RVLLM_CUDA_ARCHS", " ".join(CUDA_ARCHS)).split()
+
+
+def nvcc_command(cuda: Path, archs: list[str], source: str, output: str) -> list[str]:
+    """All from 8.0 on share one virtual architecture, which is compiled once: the kernels use nothing newer."""
+    virtual = {arch: min(arch, "80", key=int) for arch in archs}
+    targets = []
+    for name in dict.fromkeys(virtual.values()):
+        real = ",".join(f"sm_{arch}" for arch in archs if virtual[arch] == name)
+        targets.append(f"-gencode=arch=compute_{name},code=[{real},compute_{name}]")
+    return [str(cuda / "bin/nvcc"), *NVCC_FLAGS, "-Icsrc", *targets, "-c", source, "-o", output]
+
+
+def number_of_cpus() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 class BuildExt(build_ext):
-    """Compiles the core's files side by side and gives each ISA file its own flags."""
+    """Compiles the core's files side by side, gives each ISA file its own flags, and kernels to nvcc."""
+
+    def build_extension(self, ext: Extension) -> None:
+        if ext.name == "rvllm._cuda":
+            ext.extra_objects = self.compile_kernels()
+        super().build_extension(ext)
+
+    def compile_kernels(self) -> list[str]:
+        cuda = find_cuda()
+        assert cuda is not None
+        directory = Path(self.build_temp, "csrc", "cuda")
+        directory.mkdir(parents=True, exist_ok=True)
+        headers = max(p.stat().st_mtime for p in Path("csrc").rglob("*.h"))
+
+        def compile_one(source: Path) -> str:
+            output = directory / f"{source.stem}.cu.o"
+            changed = max(source.stat().st_mtime, headers)
+            if self.force or not output.exists() or output.stat().st_mtime < changed:
+                command = nvcc_command(cuda, cuda_archs(), str(source), str(output))
+                result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                print(" ".join(command), result.stdout, sep="\n")  # one source's messages together
+                result.check_returncode()
+            return str(output)
+
+        with ThreadPoolExecutor(number_of_cpus()) as pool:
+            return list(pool.map(compile_one, sorted(Path("csrc/cuda").glob("*.cu"))))
 
     def build_extensions(self) -> None:
         compile_one = self.compiler._compile
@@ -123,9 +197,7 @@ class BuildExt(build_ext):
                 output_dir, macros, include_dirs, sources, depends, extra_postargs
             )
             cc_args = self.compiler._get_cc_args(pp_opts, debug, extra_preargs)
-            with ThreadPoolExecutor(
-                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-            ) as pool:
+            with ThreadPoolExecutor(number_of_cpus()) as pool:
                 jobs = [
                     pool.submit(compile_with_isa_flags, obj, *build[obj], cc_args, extra_postargs, pp_opts)
                     for obj in objects
@@ -151,9 +223,35 @@ def core_extension() -> Extension:
     )
 
 
+def cuda_extensions() -> list[Extension]:
+    cuda = find_cuda()
+    if cuda is None or not cuda_archs():
+        print(
+            "rvllm: built without the CUDA backend:",
+            "no nvcc (CUDA_HOME, PATH)" if cuda is None else "no architecture",
+        )
+        return []
+    libraries = [
+        str(cuda / name) for name in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib")
+    ]
+    return [
+        Pybind11Extension(
+            "rvllm._cuda",
+            CUDA_SOURCES,
+            include_dirs=["csrc", str(cuda / "include")],
+            library_dirs=libraries,
+            libraries=["cudart_static", "dl", "rt", "pthread"],
+            depends=[str(p) for pattern in ("*.h", "*.cu") for p in Path("csrc").rglob(pattern)],
+            cxx_std=17,
+            extra_compile_args=CXX_FLAGS,
+        )
+    ]
+
+
 setup(
     ext_modules=[
         core_extension(),
+        *cuda_extensions(),
         *cythonize(
             [Extension(f"rvllm.{name}", [f"rvllm/{name}.pyx"]) for name in CYTHON_MODULES],
             build_dir="build",

@@ -32,6 +32,7 @@ from rvllm.cuda import cublas_libraries, import_cuda
 from rvllm.gguf_file import GGUFFile
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PROFILED = (1, 64)
 PROMPT_LEN, GEN_LEN = 512, 32
 NUM_TOKENS = 16
 
@@ -141,8 +142,8 @@ def tokens(models: list[Path]) -> int:
 def weight_bytes(model: Path) -> tuple[int, int]:
     """(bytes that every step reads of the weights, multiply-accumulates a token). The output matrix is tied."""
     with GGUFFile(model) as file:
-        matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) == 2]
-    return sum(t.nbytes for t in matrices), sum(int(np.prod(t.shape)) for t in matrices)
+        matrices = [(t.data.size, int(np.prod(t.shape))) for t in file.tensors.values() if len(t.shape) == 2]
+    return sum(size for size, _ in matrices), sum(count for _, count in matrices)
 
 
 def kernel_seconds(benchmark: Benchmark, workload: Workload) -> dict[str, float]:
@@ -179,7 +180,7 @@ def measure_model(model: Path, yardstick: float, deadline: float) -> None:
         model, device="cuda", max_model_len=PROMPT_LEN + 2 * GEN_LEN + 64, max_num_seqs=256,
         max_num_batched_tokens=2048, enable_prefix_caching=False,
     )  # fmt: skip
-    bandwidth, _ = llm.engine.runner.backend.measure_ceilings()
+    bandwidth, _ = _core.ProfiledBackend(llm.engine.runner.backend).measure_ceilings()
     print(f"Reading memory {bandwidth / 1e12:.2f} TB/s; cuBLAS in bf16 {2 * yardstick / 1e12:.0f} TFLOP/s.\n")
     print("| requests | prefill tok/s | of cuBLAS's bf16 | decode tok/s | weights read, of the bandwidth |")
     print("|---|---|---|---|---|")
@@ -196,7 +197,7 @@ def measure_model(model: Path, yardstick: float, deadline: float) -> None:
         print(
             f"| {batch_size} | {row['S_PP']:.0f} | {flops:.0%} | {row['S_TG']:.0f} | {read:.0%} |", flush=True
         )
-    for batch_size in (1, 64):
+    for batch_size in PROFILED:
         times = kernel_seconds(benchmark, Workload(batch_size, PROMPT_LEN, GEN_LEN))
         total = sum(times.values())
         print(f"\nDevice time with {batch_size} requests ({PROMPT_LEN} + {GEN_LEN} tokens), {total:.3f} s:\n")

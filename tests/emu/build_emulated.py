@@ -35,9 +35,10 @@ CORE = [
     CSRC / "quant_iq.cpp",
 ]  # what the backend needs of the core
 # Only device code and the host code around it are instrumented: the emulator switches stacks underneath.
+# Compiling takes longer than running, so that little is optimized.
 SANITIZERS = {
-    "plain": ["-O2"],
-    "asan": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "plain": ["-O1"],
+    "asan": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "tsan": ["-O1", "-fsanitize=thread"],
 }
 EMULATOR_FLAGS = {"plain": ["-O2"], "asan": ["-O2"], "tsan": ["-O2", "-DRV_EMU_TSAN"]}
@@ -75,8 +76,9 @@ def up_to_date(target: Path, depfile: Path) -> bool:
 
 def compile_object(variant: str, source: Path, more: list[str]) -> Path:
     emulator = source in EMULATOR
-    name = str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source.name).replace("/", "_")
-    target = build_directory(variant) / f"{name}.o"
+    if source.is_relative_to(ROOT):  # so that a compiler cache finds it again in another checkout
+        source = source.relative_to(ROOT)
+    target = build_directory(variant) / f"{'_'.join(source.parts[-4:])}.o"
     depfile = target.with_suffix(".d")
     if not up_to_date(target, depfile):
         flags = EMULATOR_FLAGS[variant] if emulator else SANITIZERS[variant]
