@@ -8,6 +8,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,6 +57,15 @@ NVCC_FLAGS = [
     "-Werror=all-warnings",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
 ]
+METAL_SOURCES = [
+    *sorted(str(path) for pattern in ("*.cpp", "*.mm") for path in Path("csrc/metal").glob(pattern)),
+    "csrc/cuda/packed_weights.cpp",
+    "csrc/quant.cpp",
+    "csrc/quant_iq.cpp",
+    "csrc/thread_pool.cpp",
+]
+# Without fast math, for the CPU's order of operations.
+METAL_COMMAND = ["xcrun", "-sdk", "macosx", "metal", "-O2", "-fno-fast-math"]
 CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
 # Only these flags may raise the instruction set, each for its own file: everything else must run on any processor.
 ISA_FLAGS = {
@@ -164,6 +174,8 @@ class BuildExt(build_ext):
         if ext.name == "rvllm._cuda":
             ext.extra_objects = self.compile_kernels()
         super().build_extension(ext)
+        if ext.name == "rvllm._metal":
+            make_metal_library(Path(self.get_ext_fullpath(ext.name)).parent)
 
     def compile_kernels(self) -> list[str]:
         cuda = find_cuda()
@@ -186,6 +198,8 @@ class BuildExt(build_ext):
             return list(pool.map(compile_one, sorted(Path("csrc/cuda").glob("*.cu"))))
 
     def build_extensions(self) -> None:
+        if ".mm" not in self.compiler.src_extensions:
+            self.compiler.src_extensions.append(".mm")
         compile_one = self.compiler._compile
 
         def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
@@ -248,10 +262,47 @@ def cuda_extensions() -> list[Extension]:
     ]
 
 
+def metal_extensions() -> list[Extension]:
+    if sys.platform != "darwin":
+        return []
+    return [
+        Pybind11Extension(
+            "rvllm._metal",
+            METAL_SOURCES,
+            include_dirs=["csrc"],
+            depends=[str(p) for pattern in ("*.h", "*.metal") for p in Path("csrc").rglob(pattern)],
+            cxx_std=17,
+            extra_compile_args=CXX_FLAGS,
+            extra_link_args=[
+                w for name in ("Foundation", "Metal", "MetalPerformanceShaders") for w in ("-framework", name)
+            ],
+            optional=True,  # rvllm runs on the CPU without it
+        )
+    ]
+
+
+def make_metal_library(directory: Path) -> None:
+    """The kernels beside the extension: as one source, and compiled where Metal's compiler is at hand."""
+    source, library = directory / "metal_kernels.metal", directory / "metal_kernels.metallib"
+    flatten = [sys.executable, "csrc/metal/flatten.py"]
+    source.write_text(subprocess.run(flatten, check=True, capture_output=True, text=True).stdout)
+    library.unlink(missing_ok=True)
+    try:
+        result = subprocess.run(
+            [*METAL_COMMAND, "-o", str(library), str(source)], capture_output=True, text=True
+        )
+        message = result.stderr
+    except OSError as error:
+        message = str(error)
+    if not library.exists():
+        print(f"rvllm: Metal kernels are compiled when they are loaded: {message}")
+
+
 setup(
     ext_modules=[
         core_extension(),
         *cuda_extensions(),
+        *metal_extensions(),
         *cythonize(
             [Extension(f"rvllm.{name}", [f"rvllm/{name}.pyx"]) for name in CYTHON_MODULES],
             build_dir="build",

@@ -6,6 +6,9 @@ import ast
 import os
 import platform
 import re
+import shutil
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,10 @@ def setup() -> dict[str, Any]:
     """The constants and functions of setup.py, which is not run."""
     body = ast.parse((ROOT / "setup.py").read_text()).body
     kept = [node for node in body if isinstance(node, (ast.Assign, ast.FunctionDef))]
-    names: dict[str, Any] = {"os": os, "platform": platform, "re": re, "sysconfig": sysconfig, "Path": Path}
+    names: dict[str, Any] = {
+        module.__name__: module for module in (os, platform, re, shutil, subprocess, sys, sysconfig)
+    }
+    names["Path"] = Path
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
     exec(compile(ast.fix_missing_locations(ast.Module([future, *kept], [])), "setup.py", "exec"), names)
     return names
@@ -53,3 +59,35 @@ def test_this_machines_flags_are_the_default(setup: dict[str, Any], monkeypatch:
     ):
         monkeypatch.setattr(setup["platform"], "machine", lambda machine=machine: machine)
         assert setup["isa_flags"]() == setup["ISA_FLAGS"].get(name, {})
+
+
+def test_metal_kernels_are_compiled_where_the_compiler_is(
+    setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a stand-in for xcrun, which writes what it is asked for."""
+    assert all((ROOT / source).is_file() for source in setup["METAL_SOURCES"])
+    monkeypatch.chdir(ROOT)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    monkeypatch.setenv("PATH", str(tools))
+    setup["make_metal_library"](tmp_path)
+    source = (tmp_path / "metal_kernels.metal").read_text()
+    assert 'host_name("attention_f16_8")' in source and '#include "' not in source
+    assert "compiled when they are loaded" in capsys.readouterr().out
+    (tools / "xcrun").write_text('#!/bin/sh\ncase "$*" in *-fno-fast-math*) echo > "$7";; esac\n')
+    (tools / "xcrun").chmod(0o755)
+    setup["make_metal_library"](tmp_path)
+    assert (tmp_path / "metal_kernels.metallib").exists()
+    setup["METAL_COMMAND"][-1] = "-fast"
+    setup["make_metal_library"](tmp_path)
+    assert not (tmp_path / "metal_kernels.metallib").exists()
+
+
+def test_metal_is_built_on_macos_alone(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(setup, "Pybind11Extension", lambda name, sources, **options: (name, options))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert setup["metal_extensions"]() == []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    ((name, options),) = setup["metal_extensions"]()
+    assert name == "rvllm._metal" and options["optional"]

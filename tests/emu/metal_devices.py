@@ -1,4 +1,4 @@
-"""The Metal backend over the emulator, as a device of devices.py."""
+"""The Metal backend over the emulator and on an Apple GPU where there is one, as devices of devices.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any
 import build_emulated_metal
 import pytest
 
+from rvllm.metal import import_metal, kernel_library
+
+pytest.importorskip("pybind11", reason="the emulator's tests need rvllm[dev] and a C++ compiler")
 REASON = build_emulated_metal.missing_compiler()
 
 
@@ -25,9 +28,22 @@ class MetalDevice:
     def backend(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
         """A new backend. Skips the test, saying why, where it cannot be built."""
         module = self.module(monkeypatch)
-        return module.make_backend(1, str(kernels()), **options)
+        try:
+            return module.make_backend(1, self.library(), **options)
+        except RuntimeError as error:
+            if self == APPLE:
+                pytest.skip(str(error))
+            raise
+
+    def library(self) -> str:
+        return kernel_library() if self == APPLE else str(kernels())
 
     def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        if self == APPLE:
+            try:
+                return import_metal()
+            except ValueError as error:
+                pytest.skip(str(error))
         if REASON:
             pytest.skip(REASON)
         for name, value in self.settings.items():
@@ -37,7 +53,7 @@ class MetalDevice:
     def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make device="metal" of the engine mean this device."""
         monkeypatch.setitem(sys.modules, "rvllm._metal", self.module(monkeypatch))
-        monkeypatch.setattr("rvllm.model_runner.kernel_library", lambda: str(kernels()))
+        monkeypatch.setattr("rvllm.model_runner.kernel_library", self.library)
 
 
 # Threads in order; in reverse, with guarded buffers; at random, with work done as late as it may be.
@@ -47,6 +63,7 @@ SCHEDULES = [
     MetalDevice("metal-reverse", {"ORDER": "1", "GUARD": "1"}),
     MetalDevice("metal-random", {"ORDER": "2", "LAZY": "1"}),
 ]
+APPLE = MetalDevice("apple-gpu")
 
 
 @cache

@@ -171,6 +171,11 @@ FAULTS = {
         "chunk[i] = x[first + i];\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
         "chunk[i] = x[first + i];",
     ),
+    "no barrier behind the scores": (
+        "metal/attention.metal",
+        "is_visible ? s : kUnseen;\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "is_visible ? s : kUnseen;\n    }",
+    ),
     "index of a scale": ("metal/store_kv.metal", "? at * c.scales + int(simdgroup)", "? at * c.scales"),
     "write past a row": ("metal/elementwise.metal", "if (i < args.cols) x[", "if (i <= args.cols) x["),
     "sum of the wrong half": ("metal/quantize.metal", "lane < 16 ? 0 : code", "lane < 15 ? 0 : code"),

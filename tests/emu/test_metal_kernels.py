@@ -1,9 +1,11 @@
-"""Every operation of the Metal backend in several schedules of the emulator, by the tests of the CUDA backend."""
+"""Every operation of the Metal backend, by the tests of the CUDA backend: in several schedules of the emulator, and
+on an Apple GPU.
+"""
 
 from __future__ import annotations
 
 import pytest
-from metal_devices import SCHEDULES, MetalDevice
+from metal_devices import APPLE, SCHEDULES, MetalDevice
 from test_cuda_ops import *  # noqa: F403
 from test_cuda_steps import (  # noqa: F401
     test_attention_of_single_tokens,
@@ -12,7 +14,7 @@ from test_cuda_steps import (  # noqa: F401
 )
 
 
-@pytest.fixture(params=SCHEDULES, ids=lambda device: device.name)
+@pytest.fixture(params=[*SCHEDULES, APPLE], ids=lambda device: device.name)
 def device(request: pytest.FixtureRequest) -> MetalDevice:
     """In place of the one that the imported tests take their backend from."""
     return request.param

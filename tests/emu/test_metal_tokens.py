@@ -6,13 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from metal_devices import METAL, SCHEDULES, MetalDevice
+from metal_devices import APPLE, METAL, SCHEDULES, MetalDevice
 from test_cuda_tokens import FLOAT_MATRICES, MAX_ERROR, MODELS, PARAMS, answers, prompts
 from tiny_gguf import write_tiny_model
 
 from rvllm import LLM
 
-RUNS = [*((name, METAL) for name in MODELS), *(("gemma3-windows", device) for device in SCHEDULES[1:])]
+RUNS = [
+    *((name, METAL) for name in MODELS),
+    *((name, APPLE) for name in MODELS),
+    *(("gemma3-windows", device) for device in SCHEDULES[1:]),
+]
 
 
 @pytest.mark.parametrize(("name", "device"), RUNS, ids=lambda value: getattr(value, "name", value))
