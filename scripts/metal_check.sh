@@ -46,7 +46,7 @@ tokens() {
 bench() { outside venv/bin/rvllm bench --device metal --batch-sizes 1,4,8; }
 llama_bench() {
   local model
-  model=$(outside venv/bin/rvllm pull | tail -n 1)
+  model=$(outside venv/bin/rvllm pull default | tail -n 1)
   llama-batched-bench -m "$model" -npp 128 -ntg 64 -npl 1,4,8 -ngl 99
 }
 
