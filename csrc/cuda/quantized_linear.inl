@@ -19,6 +19,13 @@ constexpr float kMagic = 12582912.0f;
 
 __device__ __forceinline__ float exact_float(int sum) { return __int_as_float(sum) - kMagic; }
 
+// What an integer sum begins with, less zero times sums of activations; unsigned, since those of places without a token
+// may be anything.
+template <class F>
+__device__ __forceinline__ int start(int first, int second = 0) {
+  return int(uint32_t(kMagicBits) - uint32_t(F::kZero) * (uint32_t(first) + uint32_t(second)));
+}
+
 template <class F, int kTiles, int kUnit>
 struct UnitSums {
   static constexpr int kHalves = F::kHalved ? 2 : 1;
@@ -42,16 +49,16 @@ __device__ __forceinline__ void dot_block(const QuantizedLinearArgs& args, const
     if constexpr (F::kHalved) {
       int(&low)[4] = sums[0][n];
       int(&high)[4] = sums[F::kHalved ? 1 : 0][n];
-      low[0] = low[2] = kMagicBits - F::kZero * even.x;
-      low[1] = low[3] = kMagicBits - F::kZero * odd.x;
-      high[0] = high[2] = kMagicBits - F::kZero * even.y;
-      high[1] = high[3] = kMagicBits - F::kZero * odd.y;
+      low[0] = low[2] = start<F>(even.x);
+      low[1] = low[3] = start<F>(odd.x);
+      high[0] = high[2] = start<F>(even.y);
+      high[1] = high[3] = start<F>(odd.y);
       mma_k16(low, a[0], a[1], b.x);
       mma_k16(high, a[2], a[3], b.y);
     } else {
       int(&all)[4] = sums[0][n];
-      all[0] = all[2] = kMagicBits - F::kZero * (even.x + even.y);
-      all[1] = all[3] = kMagicBits - F::kZero * (odd.x + odd.y);
+      all[0] = all[2] = start<F>(even.x, even.y);
+      all[1] = all[3] = start<F>(odd.x, odd.y);
       mma_k32(all, a, b.x, b.y);
     }
   }
