@@ -1,7 +1,7 @@
-// Attention over blocks of keys and values, with the CPU's order of operations, as in cuda/attention.cu: scores sum over
-// ascending dimensions, softmax sums over 16 lanes, values over ascending positions, partitions of 256 positions are
-// merged in ascending order. So it gives the same bits for any batch, whether one group goes through all partitions or
-// each has a group of its own. arXiv:2309.06180
+// Attention over blocks of keys and values, with the CPU's order of operations, as in cuda/attention.cu: scores sum
+// over ascending dimensions, softmax sums over 16 lanes, values over ascending positions, partitions of 256 positions
+// are merged in ascending order. So it gives the same bits for any batch, whether one group goes through all partitions
+// or each has a group of its own. arXiv:2309.06180
 #include "metal/kv_elements.h"
 
 constant int kPartition = 256;  // positions worked on at a time, and threads of a group

@@ -1,6 +1,6 @@
 // out = x W^T + bias for float weights: a simdgroup makes one row of W times 8 tokens. Element k belongs to lane
-// k / 8 % 32, which adds its own in ascending order; the lanes are added as a tree. So a token's numbers do not depend on
-// the others.
+// k / 8 % 32, which adds its own in ascending order; the lanes are added as a tree. So a token's numbers do not depend
+// on the others.
 #include "metal/unpack.h"
 
 constant int kTokens = 8;  // multiplied together

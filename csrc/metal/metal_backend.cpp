@@ -100,14 +100,17 @@ std::unique_ptr<Weight> MetalBackend::load_experts(int num_experts, const std::v
   return load_metal_weight(device_, pool_, num_experts, parts, biases);
 }
 
-std::unique_ptr<Weight> MetalBackend::load_vector(const HostTensor& tensor) { return load_metal_vector(device_, tensor); }
+std::unique_ptr<Weight> MetalBackend::load_vector(const HostTensor& tensor) {
+  return load_metal_vector(device_, tensor);
+}
 
 size_t MetalBackend::kv_cache_bytes(const KVCacheSpec& spec) const {
   return size_t(KVLayout(spec).layer_bytes()) * size_t(spec.num_layers);
 }
 
 std::unique_ptr<KVCache> MetalBackend::alloc_kv_cache(const KVCacheSpec& spec) {
-  check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, Metal has at most ", kMaxHeadDim);
+  check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, Metal has at most ",
+        kMaxHeadDim);
   auto cache = std::make_unique<MetalKVCache>();
   cache->layout = KVLayout(spec);
   cache->memory = device_.alloc(kv_cache_bytes(spec), "the KV cache");
@@ -212,7 +215,8 @@ bool MetalBackend::uses_mps(const MetalMatrix& w, int64_t tokens, const ExpertRo
 void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const ExpertRows* experts, int per_source) {
   const auto& w = static_cast<const MetalWeight&>(weight);
   const ExpertRows rows = experts ? *experts : ExpertRows();
-  const int64_t k = x.cols, places = experts ? 8 * int64_t(rows.num_tiles) : out.rows, token_tiles = divided_up(places, 8);
+  const int64_t k = x.cols, places = experts ? 8 * int64_t(rows.num_tiles) : out.rows,
+                token_tiles = divided_up(places, 8);
   const bool needs_int8 = std::any_of(w.parts.begin(), w.parts.end(), [&](const MetalMatrix& m) {
     return m.format >= 0 && !uses_mps(m, out.rows, experts);
   });
@@ -232,9 +236,10 @@ void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const Ex
     if (uses_mps(m, out.rows, experts))
       multiply_by_mps(columns, x, m, bias);
     else if (m.format >= 0)
-      device_.encode(m.kernel("quantized_linear") + (places == 1 ? "_1" : "_8"), {divided_up(m.args.rows, 64), token_tiles},
-                     128, args, {columns.data, m.data, int8.codes, int8.scales, int8.scaled_sums, int8.half_sums, bias,
-                                 rows.tile_expert, rows.choices});
+      device_.encode(m.kernel("quantized_linear") + (places == 1 ? "_1" : "_8"),
+                     {divided_up(m.args.rows, 64), token_tiles}, 128, args,
+                     {columns.data, m.data, int8.codes, int8.scales, int8.scaled_sums, int8.half_sums, bias,
+                      rows.tile_expert, rows.choices});
     else
       device_.encode(m.kernel("matvec"), {divided_up(m.args.rows, 4), token_tiles}, 128, args,
                      {columns.data, m.data, x.data, bias, rows.tile_expert, rows.choices});
@@ -257,8 +262,8 @@ void MetalBackend::multiply_by_mps(Tensor out, Tensor x, const MetalMatrix& w, c
 
 void MetalBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
   const RopeArgs args{int(x.stride), int(x.cols) / head_dim, head_dim, int(cos_sin.cols) / 2};
-  device_.encode(interleaved ? "rope_pairs" : "rope_halves", {x.rows, divided_up(args.heads * args.half_width, 128)}, 128,
-                 args, {x.data, cos_sin.data});
+  device_.encode(interleaved ? "rope_pairs" : "rope_halves", {x.rows, divided_up(args.heads * args.half_width, 128)},
+                 128, args, {x.data, cos_sin.data});
 }
 
 void MetalBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
@@ -268,7 +273,8 @@ void MetalBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
                  {kv.layer(layer), k.data, v.data, groups_[size_t(cache.group)].slot_mapping});
 }
 
-void MetalBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer, const AttentionParams& params) {
+void MetalBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
+                                   const AttentionParams& params) {
   const auto& kv = static_cast<const MetalKVCache&>(cache);
   const Tables& tables = groups_[size_t(cache.group)];
   AttentionArgs args{};

@@ -1,8 +1,8 @@
 // An Apple GPU as a device: memory shared with the host, and one command buffer a step.
 //
-// Numbers, by the order of operations in the kernels: products by quantized weights, norms, RoPE, activations and attention
-// are those of the CPU. Products by float weights have an order of their own: the same for any number of tokens up to
-// kMatvecTokens; F16 weights are multiplied by MPS beyond, and with f16_prefill quantized ones, too.
+// Numbers, by the order of operations in the kernels: products by quantized weights, norms, RoPE, activations and
+// attention are those of the CPU. Products by float weights have an order of their own: the same for any number of
+// tokens up to kMatvecTokens; F16 weights are multiplied by MPS beyond, and with f16_prefill quantized ones, too.
 #pragma once
 
 #include <memory>

@@ -25,8 +25,8 @@ struct GridSize {
 
 class MetalDevice {
  public:
-  // library: a .metallib, or a file with the source of all kernels, which is compiled now. Throws runtime_error when there
-  // is no device, or saying which kernel the library lacks or cannot be made.
+  // library: a .metallib, or a file with the source of all kernels, which is compiled now. Throws runtime_error when
+  // there is no device, or saying which kernel the library lacks or cannot be made.
   MetalDevice(const std::string& library, const std::vector<KernelRow>& kernels);
   ~MetalDevice();
 
@@ -36,8 +36,8 @@ class MetalDevice {
   // Memory that host and device share, or runtime_error with the bytes asked for.
   std::shared_ptr<void> alloc(size_t bytes, const char* what);
 
-  // Puts a kernel behind what was encoded so far. args become buffer 0, `buffers` those from 1 on: pointers into memory of
-  // alloc, or null for what the kernel does not read. Threads: of a group.
+  // Puts a kernel behind what was encoded so far. args become buffer 0, `buffers` those from 1 on: pointers into memory
+  // of alloc, or null for what the kernel does not read. Threads: of a group.
   void encode(const std::string& kernel, GridSize groups, int threads, const void* args, size_t args_bytes,
               std::initializer_list<const void*> buffers, size_t threadgroup_bytes = 0);
   template <class Args>
@@ -45,7 +45,8 @@ class MetalDevice {
               std::initializer_list<const void*> buffers, size_t threadgroup_bytes = 0) {
     encode(kernel, groups, threads, &args, sizeof args, buffers, threadgroup_bytes);
   }
-  // out[m, n] = x[m, k] w[n, k]^T by MPSMatrixMultiplication; x and w are dense F16, rows of out lie out_stride floats apart.
+  // out[m, n] = x[m, k] w[n, k]^T by MPSMatrixMultiplication; x and w are dense F16, rows of out lie out_stride floats
+  // apart.
   void matmul_f16(float* out, int64_t out_stride, const void* x, const void* w, int64_t m, int64_t n, int64_t k);
 
   void commit();       // lets the device begin with what was encoded

@@ -58,7 +58,9 @@ Own<id<MTLLibrary>> load_library(id<MTLDevice> device, const std::string& path) 
     if (!file || source.str().empty()) fail("cannot read the Metal kernels in " + path);
     const Own<MTLCompileOptions*> options([[MTLCompileOptions alloc] init]);
     [options.get() setFastMathEnabled:NO];
-    library = Own<id<MTLLibrary>>([device newLibraryWithSource:string(source.str()) options:options.get() error:&error]);
+    library = Own<id<MTLLibrary>>([device newLibraryWithSource:string(source.str())
+                                                       options:options.get()
+                                                         error:&error]);
   }
   if (!library) fail("Metal cannot load the kernels in " + path, error);
   return library;
@@ -157,7 +159,8 @@ std::shared_ptr<void> MetalDevice::alloc(size_t bytes, const char* what) {
   bytes = bytes < 16 ? 16 : bytes;
   const size_t limit = size_t([s.device.get() maxBufferLength]);
   if (bytes > limit)
-    fail(std::string(what) + ": " + std::to_string(bytes) + " bytes, Metal allows " + std::to_string(limit) + " in one buffer");
+    fail(std::string(what) + ": " + std::to_string(bytes) + " bytes, Metal allows " + std::to_string(limit) +
+         " in one buffer");
   Own<id<MTLBuffer>> buffer([s.device.get() newBufferWithLength:bytes options:MTLResourceStorageModeShared]);
   if (!buffer) fail(std::string(what) + ": Metal has no " + std::to_string(bytes) + " bytes");
   void* const data = [buffer.get() contents];
@@ -194,7 +197,8 @@ void MetalDevice::encode(const std::string& kernel, GridSize groups, int threads
           threadsPerThreadgroup:MTLSizeMake(NSUInteger(threads), 1, 1)];
 }
 
-void MetalDevice::matmul_f16(float* out, int64_t out_stride, const void* x, const void* w, int64_t m, int64_t n, int64_t k) {
+void MetalDevice::matmul_f16(float* out, int64_t out_stride, const void* x, const void* w, int64_t m, int64_t n,
+                             int64_t k) {
   const AutoreleasePool pool;
   State& s = *state_;
   const auto matrix = [&](const void* data, int64_t rows, int64_t cols, int64_t row_bytes, MPSDataType type) {
@@ -217,7 +221,10 @@ void MetalDevice::matmul_f16(float* out, int64_t out_stride, const void* x, cons
                                                                                          beta:0.0]);
   s.begin_commands();
   s.end_encoder();  // MPS opens one of its own
-  [product.get() encodeToCommandBuffer:s.commands.get() leftMatrix:left.get() rightMatrix:right.get() resultMatrix:result.get()];
+  [product.get() encodeToCommandBuffer:s.commands.get()
+                            leftMatrix:left.get()
+                           rightMatrix:right.get()
+                          resultMatrix:result.get()];
 }
 
 void MetalDevice::commit() {

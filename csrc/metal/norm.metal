@@ -34,7 +34,7 @@ kernel void norm(constant NormArgs& args [[buffer(0)]],
                  device const float* x [[buffer(2)]],
                  device const float* weight [[buffer(3)]],
                  device const float* bias [[buffer(4)]],
-                 uint2 group [[threadgroup_position_in_grid]],
+                 uint3 group [[threadgroup_position_in_grid]],
                  uint thread_index [[thread_index_in_threadgroup]],
                  uint3 group_size [[threads_per_threadgroup]]) {
   threadgroup float chunk[2048];

@@ -1,7 +1,7 @@
 #include "metal/device_math.h"
 
-// Rows of x as int8 in blocks of 32 k: a simdgroup makes a block, lane k element k. grid: [rows, blocks / 8]. Tokens go in
-// tiles of 8, in the order in which quantized_linear takes them.
+// Rows of x as int8 in blocks of 32 k: a simdgroup makes a block, lane k element k. grid: [rows, blocks / 8]. Tokens go
+// in tiles of 8, in the order in which quantized_linear takes them.
 kernel void quantize(constant QuantizeArgs& args [[buffer(0)]],
                      device uchar* codes [[buffer(1)]],          // [T / 8, K / 32, 8 x 4] of 8 bytes
                      device float* scales [[buffer(2)]],         // [T / 8, K / 32, 8]
@@ -12,7 +12,8 @@ kernel void quantize(constant QuantizeArgs& args [[buffer(0)]],
                      uint2 group [[threadgroup_position_in_grid]],
                      uint lane_index [[thread_index_in_simdgroup]],
                      uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  const int row = int(group.x), block = int(group.y) * 8 + int(simdgroup), blocks = args.cols / 32, lane = int(lane_index);
+  const int row = int(group.x), block = int(group.y) * 8 + int(simdgroup), blocks = args.cols / 32,
+            lane = int(lane_index);
   if (block >= blocks) return;
   const int token = args.has_places ? places[row] : row;
   const float value = x[long(row / args.per_source) * args.x_stride + 32 * block + lane];

@@ -1,8 +1,9 @@
 // out = x W^T + bias for quantized weights, on int8 activations. Every float operation is one of
 // csrc/cpu/linear_kernels.inl in the same order, whatever the number of tokens.
 //
-// A simdgroup owns 16 rows of W times one token, or 8. Lane 4 g + t has, of rows g and g + 8, k 4t.. and 16 + 4t.. of each
-// block of 32; the sums of the four lanes of a row are added by shuffles, so that each lane gets some of the outputs.
+// A simdgroup owns 16 rows of W times one token, or 8. Lane 4 g + t has, of rows g and g + 8, k 4t.. and 16 + 4t.. of
+// each block of 32; the sums of the four lanes of a row are added by shuffles, so that each lane gets some of the
+// outputs.
 #include "metal/unpack.h"
 
 constant int kSimdgroups = 4;  // of a threadgroup
@@ -33,8 +34,8 @@ inline int sum_two(int v0, int v1, int t) {
   return sum + simd_shuffle_xor(sum, ushort(2));
 }
 
-// Adds what one block adds to the output of one row and token. low, high: sums over 16 k each where F::kHalved, else low
-// over 32.
+// Adds what one block adds to the output of one row and token. low, high: sums over 16 k each where F::kHalved, else
+// low over 32.
 template <class F>
 inline float add_block(float total, int low, int high, device const uchar* chunk, int row, int block, float unit,
                        float scale, float scaled_sum, int2 half_sum) {

@@ -97,7 +97,8 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
   work_->push_back(std::move(work));
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  require(!encoder_ && status_ == MTLCommandBufferStatusNotEnqueued, "an encoder while another is open, or after commit");
+  require(!encoder_ && status_ == MTLCommandBufferStatusNotEnqueued,
+          "an encoder while another is open, or after commit");
   EmulatedEncoder* const encoder = [[EmulatedEncoder alloc] init];
   encoder->commands_ = self;
   encoder_ = encoder;
@@ -181,8 +182,10 @@ struct MatrixView {
   bool is_float, is_transposed;
 
   MatrixView(MPSMatrix* matrix, bool transposed)
-      : data(static_cast<char*>([matrix->buffer_ contents]) + matrix->offset_), row_bytes(matrix->descriptor_->row_bytes_),
-        is_float(matrix->descriptor_->type_ == MPSDataTypeFloat32), is_transposed(transposed) {}
+      : data(static_cast<char*>([matrix->buffer_ contents]) + matrix->offset_),
+        row_bytes(matrix->descriptor_->row_bytes_),
+        is_float(matrix->descriptor_->type_ == MPSDataTypeFloat32),
+        is_transposed(transposed) {}
   float at(size_t i, size_t j) const {
     if (is_transposed) std::swap(i, j);
     const char* const row = data + i * row_bytes;
@@ -221,8 +224,9 @@ NSUInteger rows_of(MPSMatrix* matrix, bool transposed) {
   EmulatedCommandBuffer* const commands = (EmulatedCommandBuffer*)commandBuffer;
   require(!commands->encoder_, "a product is encoded while an encoder is open");
   require(rows_of(leftMatrix, transpose_left_) >= rows_ && rows_of(leftMatrix, !transpose_left_) >= interior_ &&
-              rows_of(rightMatrix, transpose_right_) >= interior_ && rows_of(rightMatrix, !transpose_right_) >= columns_ &&
-              rows_of(resultMatrix, false) >= rows_ && rows_of(resultMatrix, true) >= columns_,
+              rows_of(rightMatrix, transpose_right_) >= interior_ &&
+              rows_of(rightMatrix, !transpose_right_) >= columns_ && rows_of(resultMatrix, false) >= rows_ &&
+              rows_of(resultMatrix, true) >= columns_,
           "the shapes of matrices are not those of the product");
   require(resultMatrix->descriptor_->type_ == MPSDataTypeFloat32, "results are floats here");
   for (id object : {(id)leftMatrix, (id)rightMatrix, (id)resultMatrix}) [commands use:object];

@@ -142,7 +142,8 @@ size_t g_allocated = 0;
   const size_t used = (length + kPage - 1) / kPage * kPage;
   buffer->bytes_ = length;
   buffer->page_bytes_ = used + kPage;
-  buffer->pages_ = mmap(nullptr, buffer->page_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  buffer->pages_ =
+      mmap(nullptr, buffer->page_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   require(buffer->pages_ != MAP_FAILED, "out of memory");
   char* const pages = static_cast<char*>(buffer->pages_);
   mprotect(pages + used, kPage, PROT_NONE);

@@ -61,7 +61,8 @@ struct BufferReference {
   template <class T>
   operator const T&() const {
     if (!binding.data) kernel_error("buffer(%d) is not set", index);
-    if (binding.bytes != sizeof(T)) kernel_error("buffer(%d) holds %zu bytes, the kernel reads %zu", index, binding.bytes, sizeof(T));
+    if (binding.bytes != sizeof(T))
+      kernel_error("buffer(%d) holds %zu bytes, the kernel reads %zu", index, binding.bytes, sizeof(T));
     return *static_cast<const T*>(binding.data);
   }
 };
