@@ -30,6 +30,8 @@ _GPT4O = (
     rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}|{_SLASHED}|{_SPACES}"
 )
+# Digits in threes from the right: a number by itself, then what is left over at its beginning; _GPT4O does the rest.
+_NUMBER = (r"(?<!\d)\d++\b", r"\A\d{1,2}(?=(?:\d{3})++\z)")
 _ASCII_SYMBOL = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _DEEPSEEK3 = (
     rf"{_ASCII_SYMBOL}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
@@ -82,7 +84,7 @@ _ROWS = {
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_BAILING,)),
     "tekken": PreTokenizer((_TEKKEN,), True, True),
     "gpt-4o llama4 kanana2 minimax-m2 talkie": PreTokenizer((_GPT4O,)),
-    "tiny_aya cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
+    "tiny_aya cohere2moe": PreTokenizer((*_NUMBER, _GPT4O)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _NON_LATIN, DIGIT)),
     "deepseek-llm": PreTokenizer(
         (

@@ -7,6 +7,7 @@ import json
 import logging
 import random
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -319,10 +320,26 @@ def test_no_second_bos_or_eos(caplog: pytest.LogCaptureFixture) -> None:
 def test_words(pre: str, words: list[str]) -> None:
     text = "It's 12345  don'T\n x"
     assert "".join(words) == text
+    assert split(PRE_TOKENIZERS[pre].expressions, text) == words
+
+
+def split(expressions: Sequence[str], text: str) -> list[str]:
     splitter = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(tokenizers.Regex(e), "isolated") for e in PRE_TOKENIZERS[pre].expressions]
+        [pre_tokenizers.Split(tokenizers.Regex(e), "isolated") for e in expressions]
     )
-    assert [word for word, _ in splitter.pre_tokenize_str(text)] == words
+    return [word for word, _ in splitter.pre_tokenize_str(text)]
+
+
+@given(text=st.text("0123456789\u0663\u00bdax_.- \n\u0301", max_size=40))
+def test_digits_in_threes_from_the_right(text: str) -> None:
+    """As the one expression of tokenizer.json cuts them, whose time grows with the square of their number."""
+    rule = PRE_TOKENIZERS["tiny_aya"].expressions
+    assert split(rule, text) == split([r"\d{1,3}(?=(?:\d{3})*\b)", rule[-1]], text)
+
+
+def test_many_digits_take_no_long_time() -> None:
+    words = split(PRE_TOKENIZERS["tiny_aya"].expressions, "7" * 200_000)  # an hour, if it were their square
+    assert words == ["77", *["777"] * 66_666]
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
