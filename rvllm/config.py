@@ -19,11 +19,15 @@ from rvllm.rope import SCALING_TYPES, RopeScaling, RopeTable, rope_table
 _MAX_EXPERTS = 1024
 _MAX_POSITION = 2**30  # positions are int32
 _MEAN_POOLING = 1
-# Keys whose other values would change every answer.
+_FLOAT32 = np.finfo(np.float32)
+# Keys whose other values would change every answer; None: no value at all.
 _USUAL_VALUES = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_scale": 1.0,
+    "rope.dimension_sections": None,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
 
@@ -192,15 +196,16 @@ class _Reader:
         return value
 
     def number(self, key: str, default: float | None = None, low: float | None = None) -> float:
-        """A finite number above 0, or from `low` on."""
+        """A number that float32 holds: from `low` on, or above 0 and such that float32 holds its inverse too."""
         value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise self.fail(key, "missing")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.fail(key, f"expected a number, not {reprlib.repr(value)}")
-        if not (math.isfinite(value) and (value > 0 if low is None else value >= low)):
-            expected = "a positive number" if low is None else f"a number from {low} on"
-            raise self.fail(key, f"{value} is not {expected}")
+        tiny = float(_FLOAT32.tiny)
+        least, most = (tiny, 1 / tiny) if low is None else (low, float(_FLOAT32.max))
+        if not least <= value <= most:
+            raise self.fail(key, f"{value} is not between {least:g} and {most:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -258,7 +263,7 @@ class _Reader:
             raise self.fail(
                 "block_count", f"{num_layers} layers, but the file has tensors for {max(blocks) + 1}"
             )
-        self.refuse_unknown_ways()
+        self.refuse_unknown_ways(family)
         query_dim = hidden_size // num_heads if num_layers == family.wide_query_layers else head_dim
         rope_tables, layers = self.layers(family, num_layers, head_dim)
         parallel_block = family.parallel_block and "blk.0.ffn_norm.weight" not in self.gguf.tensors
@@ -326,12 +331,14 @@ class _Reader:
         )
         return dict(zip(names, values, strict=True))
 
-    def refuse_unknown_ways(self) -> None:
+    def refuse_unknown_ways(self, family: Architecture) -> None:
         """Refuses keys that change what the model computes in ways that are not built."""
-        for key, usual in _USUAL_VALUES.items():
+        usual_values = {**_USUAL_VALUES, "expert_weights_norm": bool(family.norm_topk_prob)}
+        for key, usual in usual_values.items():
             value = self.gguf.metadata.get(f"{self.architecture}.{key}", usual)
-            if not isinstance(value, (bool, int, float)) or value != usual:
-                raise self.fail(key, f"{reprlib.repr(value)} is not supported; supported: {usual}")
+            if value is not usual and (not isinstance(value, (bool, int, float)) or value != usual):
+                supported = "" if usual is None else f"; supported: {usual}"
+                raise self.fail(key, f"{reprlib.repr(value)} is not supported{supported}")
 
     def keys(self) -> set[str]:
         prefix = f"{self.architecture}."
@@ -356,7 +363,7 @@ class _Reader:
         if dim % 2:
             raise self.fail("rope.dimension_count", f"{dim} is odd")
         scaling = self.rope_scaling(dim)
-        theta = self.number("rope.freq_base", 10_000.0)
+        theta = self.rope_base("rope.freq_base", 10_000.0, scaling)
         tables = [rope_table(dim, theta, scaling)]
         # Published files give it with its usual value, or with one that llama.cpp does not read either.
         key = "rope.scaling.yarn_attn_factor"
@@ -367,8 +374,10 @@ class _Reader:
         window = self.integer("attention.sliding_window", default=family.window, low=0)
         local = self.local_layers(family.window_period, num_layers) if window else [False] * num_layers
         if window:
-            local_theta = self.number("rope.freq_base_swa", family.local_rope_theta or theta)
             local_scaling = scaling if family.local_rope_scaled else RopeScaling()
+            local_theta = self.rope_base(
+                "rope.freq_base_swa", family.local_rope_theta or theta, local_scaling
+            )
             tables.append(rope_table(dim, local_theta, local_scaling))
         if tables[-1] == tables[0]:
             del tables[1:]
@@ -385,6 +394,12 @@ class _Reader:
             for layer, is_local in enumerate(local)
         )
         return tuple(tables), layers
+
+    def rope_base(self, key: str, default: float, scaling: RopeScaling) -> float:
+        theta = self.number(key, default)
+        if scaling.type == "yarn" and theta <= 1:  # no pair turns more slowly than the one before it
+            raise self.fail(key, f"{theta:g} is not above 1, as rope.scaling.type yarn needs")
+        return theta
 
     def rope_scaling(self, dim: int) -> RopeScaling:
         """How RoPE is stretched: rope.scaling.*, and the factors of rope_freqs, or of rope_factors_long or _short."""

@@ -58,6 +58,14 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("attention.clamp_kqv", 8.0),
         ("attention.clamp_kqv", np.array([0.0, 0.0])),
         ("attention.max_alibi_bias", "0"),
+        ("attention.layer_norm_rms_epsilon", 1e-45),
+        ("attention.layer_norm_rms_epsilon", 1e38),
+        ("final_logit_softcapping", 1e39),
+        ("logit_scale", 1e-45),
+        ("expert_gating_func", 2),
+        ("expert_weights_scale", 2.5),
+        ("expert_weights_norm", False),
+        ("rope.dimension_sections", np.array([16, 24, 24, 0], np.int32)),
         ("attention.sliding_window", -1),
         ("attention.temperature_scale", -0.1),
         ("final_logit_softcapping", -30.0),
@@ -76,6 +84,22 @@ def test_bad_hyper_parameter_is_named(tmp_path: Path, key: str, value: object) -
     message = str(error.value)
     assert "\n" not in message and str(tmp_path) in message and len(message) < 400
     assert key in message
+
+
+def test_usual_ways_are_no_problem(tmp_path: Path) -> None:
+    usual = {"expert_gating_func": 1, "expert_weights_scale": 1.0, "expert_weights_norm": True}
+    assert config(tmp_path / "m.gguf", **usual) == config(tmp_path / "n.gguf")
+
+
+@pytest.mark.parametrize("base", [0.5, 1.0])
+def test_yarn_needs_a_base_above_1(tmp_path: Path, base: float) -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    with pytest.raises(GGUFError, match=rf"llama\.rope\.freq_base: {base:g} is not above 1"):
+        config(tmp_path / "m.gguf", **yarn, **{"rope.freq_base": base})
+    assert config(tmp_path / "m.gguf", **{"rope.freq_base": base}).rope_tables[0].inv_freq[0] == 1
+    swa = {"attention.sliding_window": 8, "rope.freq_base_swa": base}
+    with pytest.raises(GGUFError, match=rf"llama\.rope\.freq_base_swa: {base:g} is not above 1"):
+        config(tmp_path / "m.gguf", **yarn, **swa)
 
 
 @pytest.mark.parametrize(
