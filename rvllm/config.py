@@ -50,7 +50,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_memory: int | None = None  # bytes; num_blocks wins when both are given
     kv_cache_dtype: str = "f16"  # of keys and values: one of KV_CACHE_DTYPES
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory for weights and the KV cache together
+    gpu_memory_utilization: float | None = None  # share of a GPU's memory for weights and KV cache together
     prefill_compute: str = "auto"  # "f16" (cuda): many tokens by cuBLAS, not the same in any company
     enable_prefix_caching: bool = True
     num_threads: int | None = None
@@ -92,12 +92,14 @@ class EngineConfig:
         if self.prefill_compute == "f16" and self.device == "cpu":
             raise ValueError("prefill_compute 'f16' is a setting of devices 'cuda' and 'metal', not of 'cpu'")
         utilization = self.gpu_memory_utilization
-        if (
-            isinstance(utilization, bool)
-            or not isinstance(utilization, (int, float))
-            or not 0 < utilization <= 1
-        ):
-            raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
+        if utilization is not None:
+            is_number = isinstance(utilization, (int, float)) and not isinstance(utilization, bool)
+            if not is_number or not 0 < utilization <= 1:
+                raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {utilization!r}")
+            if self.device == "cpu":
+                raise ValueError(
+                    "gpu_memory_utilization is a setting of devices 'cuda' and 'metal', not of 'cpu'"
+                )
         if self.dtype not in ("auto", "float32"):
             raise ValueError(f"dtype must be 'auto' or 'float32', not {self.dtype!r}")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

@@ -45,7 +45,7 @@ class LLM:
     max_num_seqs: requests that run at a time. max_num_batched_tokens: tokens computed in one step.
     num_blocks (for layers that see all tokens), kv_cache_memory (bytes): size of the KV cache; None: from free memory.
     kv_cache_dtype: f16, f32, bf16 or q8_0 (half the memory of f16, at some loss).
-    gpu_memory_utilization: share of a GPU's memory that weights and the KV cache take together.
+    gpu_memory_utilization: share of a GPU's memory that weights and the KV cache take together; None: 0.9.
     prefill_compute: auto, int8, or on cuda f16: cuBLAS multiplies steps of many tokens, faster, but a request's numbers
     then depend on how many tokens are computed beside it.
     num_threads: None: the processors this process may use.
@@ -70,7 +70,7 @@ class LLM:
         num_blocks: int | None = None,
         kv_cache_memory: int | None = None,
         kv_cache_dtype: str = "f16",
-        gpu_memory_utilization: float = 0.9,
+        gpu_memory_utilization: float | None = None,
         prefill_compute: str = "auto",
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,

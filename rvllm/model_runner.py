@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rvllm")
 
 _DEFAULT_KV_CACHE_BYTES = 4 << 30
+_DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 _F32 = 0  # ggml's type id
 
 
@@ -237,7 +238,8 @@ def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
         available = available_memory()
         return available, min(_DEFAULT_KV_CACHE_BYTES, available // 2)
     available, total = device.memory_info  # type: ignore[attr-defined]  # of a GPU's
-    return available, max(0, available - int((1 - config.gpu_memory_utilization) * total))
+    utilization = config.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION
+    return available, max(0, available - int((1 - utilization) * total))
 
 
 def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dtype: str) -> _core.Model:

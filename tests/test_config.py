@@ -206,6 +206,8 @@ def test_gemma3_layers_may_be_listed(tmp_path: Path) -> None:
         ("max_num_seqs", 1.5, "an integer, not 1.5"),
         ("max_num_seqs", True, "an integer, not True"),
         ("block_size", None, "an integer, not None"),
+        ("gpu_memory_utilization", 0.0, "above 0 and at most 1, not 0.0"),
+        ("gpu_memory_utilization", True, "not True"),
         ("isa", 5, "of type str, not 5"),
         ("enable_prefix_caching", "no", "of type bool, not 'no'"),
     ],
@@ -213,3 +215,9 @@ def test_gemma3_layers_may_be_listed(tmp_path: Path) -> None:
 def test_bad_setting_is_named(setting: str, value: object, limit: str) -> None:
     with pytest.raises(ValueError, match=f"{setting} must be .*{limit}"):
         EngineConfig(**{setting: value})  # type: ignore[arg-type]
+
+
+def test_a_setting_of_gpus_is_refused_on_the_cpu() -> None:
+    with pytest.raises(ValueError, match="gpu_memory_utilization is a setting of devices 'cuda' and 'metal'"):
+        EngineConfig(gpu_memory_utilization=0.9)
+    assert EngineConfig(device="cuda", gpu_memory_utilization=0.5).gpu_memory_utilization == 0.5

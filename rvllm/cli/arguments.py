@@ -100,8 +100,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
     add("--kv-cache-memory", type=size, metavar="SIZE", help="size of the KV cache, such as 512M or 2G")
     add("--kv-cache-dtype", default="f16", metavar="TYPE",
         help="of keys and values: f16, f32, bf16 or q8_0 (default: %(default)s)")
-    add("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
-        help="share of a GPU's memory for weights and KV cache (default: %(default)g)")
+    add("--gpu-memory-utilization", type=float, metavar="X",
+        help="share of a GPU's memory for weights and KV cache (default: 0.9)")
     add("--prefill-compute", default="auto", metavar="TYPE",
         help="auto, int8, or on a GPU f16: faster, but what runs beside changes numbers (default: %(default)s)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its beginning")
