@@ -5,7 +5,7 @@
 //   sum = fma(M, s * J, sum) for formats with minima, J = sum of q (times sub-minima of 16 k)
 // I and J are exact integers. Float weights: sum = fma(w, x, sum) over ascending k.
 
-inline void unpack_codes(int bits, const uint8_t* p, uint8_t* out) {
+inline void unpack_codes(int bits, const uint8_t* __restrict p, uint8_t* __restrict out) {
   if (bits == 8) {
     for (int i = 0; i < kTileCodes; ++i) out[i] = uint8_t(p[i] + kByteOffset);
   } else if (bits >= 4) {
@@ -47,31 +47,28 @@ void unpack(const uint8_t* p, int blocks, const Codebook* codebook, UnpackedChun
     unpack_codes(f.bits, p, u.codes[b]);
     if (f.has_codebook())
       for (int g = 0; g < kGroups; ++g) look_up(values, u.codes[b] + 64 * g);
-    const uint8_t* s = p + f.code_bytes();
     if (!f.is_super()) {
-      store(u.d[b], f.scales == Scales::kBF16D ? load_bf16((const uint16_t*)s) : load_f16((const uint16_t*)s));
-      if (f.has_min()) store(u.m[b], load_f16((const uint16_t*)s + kTileCols));
+      const uint16_t* s = (const uint16_t*)(p + f.code_bytes());
+      store(u.d[b], f.scales == Scales::kBF16D ? load_bf16(s) : load_f16(s));
+      if (f.has_min()) store(u.m[b], load_f16(s + kTileCols));
       continue;
     }
-    for (int c = 0; c < kTileCols; ++c) {
-      if (f.scales == Scales::kSuperD) {
-        u.d[b][c] = d[c] * float(int8_t(s[c]));
-      } else if (f.scales == Scales::kSuper) {
-        u.d[b][c] = d[c] * float(s[c]);
-        u.m[b][c] = -(dmin[c] * float(s[kTileCols + c]));
-      } else if (f.scales == Scales::kSuper16) {
-        u.d[b][c] = d[c];
-        u.scale[b][0][c] = int8_t(s[c]);
-        u.scale[b][1][c] = int8_t(s[kTileCols + c]);
-      } else {
-        u.d[b][c] = d[c];
-        u.m[b][c] = -dmin[c];
-        for (int half = 0; half < 2; ++half) {
-          u.scale[b][half][c] = s[kTileCols * half + c] & 15;
-          u.min[b][half][c] = s[kTileCols * half + c] >> 4;
-        }
-      }
+    const uint8_t* packed = p + f.code_bytes();
+    if (f.scales == Scales::kSuper || f.scales == Scales::kSuperD) {  // bytes below 128, or signed
+      store(u.d[b], mul(load(d), load_i8((const int8_t*)packed)));
+      if (f.has_min()) store(u.m[b], mul(load(dmin), mul(load_i8((const int8_t*)packed + kTileCols), set1(-1.0f))));
+      continue;
     }
+    store(u.d[b], load(d));
+    if (f.has_min()) store(u.m[b], mul(load(dmin), set1(-1.0f)));
+    uint8_t s[2 * kTileCols];  // a copy, which the stores cannot change
+    __builtin_memcpy(s, packed, sizeof(s));
+    for (int half = 0; half < 2; ++half)
+      for (int c = 0; c < kTileCols; ++c) {
+        const uint8_t byte = s[kTileCols * half + c];
+        u.scale[b][half][c] = f.has_min() ? byte & 15 : int8_t(byte);
+        if (f.has_min()) u.min[b][half][c] = byte >> 4;
+      }
   }
 }
 
