@@ -34,6 +34,12 @@ inline int sum_two(int v0, int v1, int t) {
   return sum + simd_shuffle_xor(sum, ushort(2));
 }
 
+// Unsigned, since places without a token have any sums: they may overflow, and are never written.
+template <class F>
+inline int less_zeros(int sum, int of_activations) {
+  return int(uint(sum) - uint(F::kZero) * uint(of_activations));
+}
+
 // Adds what one block adds to the output of one row and token. low, high: sums over 16 k each where F::kHalved, else
 // low over 32.
 template <class F>
@@ -41,8 +47,8 @@ inline float add_block(float total, int low, int high, device const uchar* chunk
                        float scale, float scaled_sum, int2 half_sum) {
   const float d = load_d<F>(chunk, row, block, unit), m = load_m<F>(chunk, row, block);
   if (F::kHalved) {
-    low -= F::kZero * half_sum.x;
-    high -= F::kZero * half_sum.y;
+    low = less_zeros<F>(low, half_sum.x);
+    high = less_zeros<F>(high, half_sum.y);
     const float first = load_half_scale<F>(chunk, row, block, 0), second = load_half_scale<F>(chunk, row, block, 1);
     total = fma(fma(first, float(low), second * float(high)), d * scale, total);  // whole numbers below 2^24: exact
     if (F::kHasMin) {
@@ -51,7 +57,7 @@ inline float add_block(float total, int low, int high, device const uchar* chunk
     }
     return total;
   }
-  low -= F::kZero * (half_sum.x + half_sum.y);
+  low = less_zeros<F>(less_zeros<F>(low, half_sum.x), half_sum.y);
   total = fma(float(low), d * scale, total);
   return F::kHasMin ? fma(m, scaled_sum, total) : total;
 }
