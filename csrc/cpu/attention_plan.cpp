@@ -44,12 +44,15 @@ void AttentionPlan::share(const Batch& batch, const BlockTables& tables, int blo
   }
   const int spans_each = num_heads / num_kv_heads > kMaxQueryRows ? 0 : num_kv_heads;
   const int blocks = kPartition / block_size;
-  int partition = INT32_MAX;
-  for (const int i : firsts) partition = std::min(partition, spans[size_t(i)].first_partition);
+  int partition = INT32_MAX, last_first = 0;
+  for (const int i : firsts) {
+    partition = std::min(partition, spans[size_t(i)].first_partition);
+    last_first = std::max(last_first, spans[size_t(i)].first_partition);
+  }
   std::vector<std::vector<int>> sharers;
-  // Requests part for good: where no two of them share a partition, they share none behind it.
-  for (bool shared = firsts.size() > 1 && spans_each > 0; shared; ++partition) {
-    shared = false;
+  // Requests part for good: where all have begun and no two share a partition, they share none behind it.
+  for (bool may_share = firsts.size() > 1 && spans_each > 0; may_share; ++partition) {
+    may_share = partition < last_first;
     sharers.clear();
     for (const int i : firsts) {
       const AttentionSpan& s = spans[size_t(i)];
@@ -67,7 +70,7 @@ void AttentionPlan::share(const Batch& batch, const BlockTables& tables, int blo
     }
     for (std::vector<int>& group : sharers) {
       if (group.size() < 2) continue;
-      shared = true;
+      may_share = true;
       const int most = kMaxQueryRows / spans[size_t(group.front())].num_heads;
       const int units_needed = (int(group.size()) + most - 1) / most;
       for (int head = 0; head < spans_each; ++head) {

@@ -1,4 +1,4 @@
-"""Build test_kernels.cpp with the flags of setup.py: build_test_kernels.py COMPILER MACHINE OUTPUT [FLAG...]."""
+"""Build the test of kernels with the flags of setup.py: build_test_kernels.py COMPILER MACHINE OUTPUT [FLAG...]."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [
+    "tests/native/test_attention_kernels.cpp",
+    "tests/native/test_attention_plan.cpp",
     "tests/native/test_kernels.cpp",
+    "tests/native/test_linear_kernels.cpp",
     "csrc/quant.cpp",
     "csrc/quant_iq.cpp",
+    "csrc/cpu/attention_plan.cpp",
     "csrc/cpu/cpu_features.cpp",
     "csrc/cpu/repack.cpp",
     "csrc/cpu/isa/scalar.cpp",
