@@ -49,7 +49,7 @@ CUDA_SOURCES = [
     "csrc/quant_iq.cpp",
     "csrc/thread_pool.cpp",
 ]
-CUDA_ARCHS = ["75", "80", "86", "89", "90", "100", "120"]
+CUDA_ARCHS = ["75", "80", "90", "100", "120"]  # the code of 80 runs on 86 and 89, too
 NVCC_FLAGS = [
     "-O3",
     "-std=c++17",
@@ -148,18 +148,29 @@ def find_cuda() -> Path | None:
     )
 
 
-def cuda_archs() -> list[str]:
-    """RVLLM_CUDA_ARCHS names fewer of them ("90", "80 90"), or, empty, none: then the CUDA backend is not built."""
-    return os.environ.get("RVLLM_CUDA_ARCHS", " ".join(CUDA_ARCHS)).split()
+def cuda_archs() -> list[str] | None:
+    """GPUs whose machine code is built, besides PTX for all others; None: no CUDA backend.
+
+    RVLLM_CUDA_ARCHS is "all", as for a wheel, or names some ("90", "80 90"), or is empty: none. By default those of
+    this machine: machine code takes minutes to compile.
+    """
+    wanted = os.environ.get("RVLLM_CUDA_ARCHS")
+    if wanted is not None:
+        return CUDA_ARCHS if wanted == "all" else wanted.split() or None
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    except OSError:
+        return []
+    return sorted({major + minor for major, minor in re.findall(r"^(\d+)\.(\d)$", answer, re.MULTILINE)})
 
 
 def nvcc_command(cuda: Path, archs: list[str], source: str, output: str) -> list[str]:
     """All from 8.0 on share one virtual architecture, which is compiled once: the kernels use nothing newer."""
-    virtual = {arch: min(arch, "80", key=int) for arch in archs}
     targets = []
-    for name in dict.fromkeys(virtual.values()):
-        real = ",".join(f"sm_{arch}" for arch in archs if virtual[arch] == name)
-        targets.append(f"-gencode=arch=compute_{name},code=[{real},compute_{name}]")
+    for name in ("75", "80"):
+        real = [f"sm_{arch}" for arch in archs if min(arch, "80", key=int) == name]
+        targets.append(f"-gencode=arch=compute_{name},code=[{','.join([*real, f'compute_{name}'])}]")
     return [str(cuda / "bin/nvcc"), *NVCC_FLAGS, "-Icsrc", *targets, "-c", source, "-o", output]
 
 
@@ -179,7 +190,8 @@ class BuildExt(build_ext):
 
     def compile_kernels(self) -> list[str]:
         cuda = find_cuda()
-        assert cuda is not None
+        archs = cuda_archs()
+        assert cuda is not None and archs is not None
         directory = Path(self.build_temp, "csrc", "cuda")
         directory.mkdir(parents=True, exist_ok=True)
         headers = max(p.stat().st_mtime for p in Path("csrc").rglob("*.h"))
@@ -188,7 +200,7 @@ class BuildExt(build_ext):
             output = directory / f"{source.stem}.cu.o"
             changed = max(source.stat().st_mtime, headers)
             if self.force or not output.exists() or output.stat().st_mtime < changed:
-                command = nvcc_command(cuda, cuda_archs(), str(source), str(output))
+                command = nvcc_command(cuda, archs, str(source), str(output))
                 result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                 print(" ".join(command), result.stdout, sep="\n")  # one source's messages together
                 result.check_returncode()
@@ -239,7 +251,7 @@ def core_extension() -> Extension:
 
 def cuda_extensions() -> list[Extension]:
     cuda = find_cuda()
-    if cuda is None or not cuda_archs():
+    if cuda is None or cuda_archs() is None:
         print(
             "rvllm: built without the CUDA backend:",
             "no nvcc (CUDA_HOME, PATH)" if cuda is None else "no architecture",
