@@ -239,7 +239,10 @@ def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
         return available, min(_DEFAULT_KV_CACHE_BYTES, available // 2)
     available, total = device.memory_info  # type: ignore[attr-defined]  # of a GPU's
     utilization = config.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION
-    return available, max(0, available - int((1 - utilization) * total))
+    budget = max(0, available - int((1 - utilization) * total))
+    if config.device == "metal" and config.gpu_memory_utilization is None:
+        budget = min(budget, _DEFAULT_KV_CACHE_BYTES)  # a Mac's programs share its memory
+    return available, budget
 
 
 def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dtype: str) -> _core.Model:

@@ -44,3 +44,15 @@ def test_tokens_equal_those_of_the_cpu(
         np.testing.assert_allclose(out_logprobs, logprobs, atol=MAX_ERROR)
     else:
         assert out_logprobs == logprobs
+
+
+def test_kv_cache_leaves_memory_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    write_tiny_model(path, quant="Q8_0")
+    METAL.use(monkeypatch)
+    monkeypatch.setattr("rvllm.model_runner._DEFAULT_KV_CACHE_BYTES", 1 << 20)
+
+    def num_blocks(**settings: float) -> int:
+        return LLM(path, device="metal", num_threads=1, **settings).engine.runner.kv_groups[0].num_blocks
+
+    assert num_blocks() < num_blocks(gpu_memory_utilization=0.5)
