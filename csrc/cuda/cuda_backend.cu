@@ -26,8 +26,8 @@ Signature with(Signature s, const Values&... values) {
   return s;
 }
 
-int power_of_two(int at_least) {
-  int n = 1;
+int64_t power_of_two(int64_t at_least) {
+  int64_t n = 1;
   while (n < at_least) n *= 2;
   return n;
 }
@@ -52,19 +52,25 @@ CudaBackend::~CudaBackend() {
   }
 }
 
+// The device that CUDA works with is each thread's own, and a model may be loaded in one and run in another.
+void CudaBackend::use_device() const { check_cuda(cudaSetDevice(options_.device), "selecting the device"); }
+
 std::pair<size_t, size_t> CudaBackend::memory_info() const {
+  use_device();
   size_t free = 0, total = 0;
   check_cuda(cudaMemGetInfo(&free, &total), "asking for free memory");
   return {free, total};
 }
 
 std::shared_ptr<float> CudaBackend::alloc(int64_t count) {
+  use_device();
   const size_t bytes = size_t(std::max<int64_t>(count, 1)) * sizeof(float);
   return std::static_pointer_cast<float>(device_memory(bytes, "activations"));
 }
 
 void CudaBackend::upload(float* dst, const float* src, int64_t count) {
-  graphs_->flush();
+  use_device();
+  graphs_->discard();  // of a step that failed: others have run all their work
   const size_t bytes = size_t(count) * sizeof(float);
   void* const pinned = staging_->take(bytes);
   std::memcpy(pinned, src, bytes);
@@ -84,9 +90,11 @@ float* CudaBackend::download(Tensor x) {
 
 // Rows that lie `pitch` bytes apart, to pinned memory, without gaps.
 void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t rows) {
+  use_device();
   const size_t bytes = width * rows;
   if (download_bytes_ < bytes) {
     void* p = nullptr;
+    download_bytes_ = 0;
     download_memory_.reset();
     check_cuda(cudaMallocHost(&p, bytes), "allocating pinned memory");
     download_memory_ = std::shared_ptr<void>(p, [](void* q) { cudaFreeHost(q); });
@@ -103,15 +111,20 @@ void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t 
 
 std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts,
                                                  const std::vector<HostTensor>& biases) {
+  use_device();
   return load_cuda_weight(pool_, 1, parts, biases);
 }
 
 std::unique_ptr<Weight> CudaBackend::load_experts(int num_experts, const std::vector<HostTensor>& parts,
                                                   const std::vector<HostTensor>& biases) {
+  use_device();
   return load_cuda_weight(pool_, num_experts, parts, biases);
 }
 
-std::unique_ptr<Weight> CudaBackend::load_vector(const HostTensor& tensor) { return load_cuda_vector(tensor); }
+std::unique_ptr<Weight> CudaBackend::load_vector(const HostTensor& tensor) {
+  use_device();
+  return load_cuda_vector(tensor);
+}
 
 size_t CudaBackend::kv_cache_bytes(const KVCacheSpec& spec) const {
   return size_t(KVLayout(spec).layer_bytes()) * size_t(spec.num_layers);
@@ -120,6 +133,7 @@ size_t CudaBackend::kv_cache_bytes(const KVCacheSpec& spec) const {
 std::unique_ptr<KVCache> CudaBackend::alloc_kv_cache(const KVCacheSpec& spec) {
   check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, CUDA has at most ",
         kMaxHeadDim);
+  use_device();
   auto cache = std::make_unique<CudaKVCache>();
   cache->layout = KVLayout(spec);
   cache->memory = device_memory(kv_cache_bytes(spec), "the KV cache");
@@ -131,6 +145,7 @@ void CudaBackend::reserve(Scratch& scratch, int64_t bytes, const char* what) {
   if (scratch.bytes >= size_t(bytes)) return;
   // What has been noted finds the new memory when it runs; graphs would not.
   graphs_->forget();
+  scratch.bytes = 0;
   scratch.memory.reset();
   scratch.memory = device_memory(size_t(bytes), what);
   scratch.bytes = size_t(bytes);
@@ -138,7 +153,7 @@ void CudaBackend::reserve(Scratch& scratch, int64_t bytes, const char* what) {
 
 // All arrays go up in one copy, to places that depend on the shape of the batch alone.
 void CudaBackend::begin_step(const Batch& batch) {
-  batch_ = &batch;
+  use_device();
   std::vector<int> host;
   const auto put = [&](const int* values, int64_t count) {
     const size_t at = (host.size() + 3) / 4 * 4;
@@ -153,12 +168,12 @@ void CudaBackend::begin_step(const Batch& batch) {
   step_.units.clear();
   std::vector<size_t> at;
   const auto put_group = [&](const int* slots, const int* tables, int max_blocks) {
-    const int width = power_of_two(std::max(max_blocks, 1));
+    const int64_t width = power_of_two(max_blocks);
     at.push_back(put(slots, tokens));
     at.push_back(put(nullptr, requests * width));
     for (int64_t r = 0; r < requests && max_blocks > 0; ++r)
       std::memcpy(host.data() + at.back() + r * width, tables + r * max_blocks, size_t(max_blocks) * sizeof(int));
-    step_.groups.push_back({nullptr, nullptr, width});
+    step_.groups.push_back({nullptr, nullptr, int(width)});
   };
   for (const BlockTables& g : batch.groups) put_group(g.slot_mapping, g.block_tables, g.max_blocks);
   max_partitions_ = 1;
@@ -175,7 +190,7 @@ void CudaBackend::begin_step(const Batch& batch) {
   }
 
   const size_t bytes = host.size() * sizeof(int);
-  reserve(batch_memory_, int64_t(power_of_two(int(std::max<size_t>(bytes, 4096)))), "the arrays of a step");
+  reserve(batch_memory_, power_of_two(std::max<int64_t>(int64_t(bytes), 4096)), "the arrays of a step");
   if (bytes > 0) {
     void* const pinned = staging_->take(bytes);
     std::memcpy(pinned, host.data(), bytes);
@@ -191,6 +206,7 @@ void CudaBackend::begin_step(const Batch& batch) {
     t.block_tables = base + at[next++];
   }
   for (StepArrays::Units& u : step_.units) u.data = reinterpret_cast<const AttentionUnit*>(base + at[next++]);
+  open_ = {};
   graphs_->begin();
 }
 
@@ -393,7 +409,7 @@ void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, in
   const int blocks = num_units * params.num_kv_heads * ((args.group + args.heads_a_unit - 1) / args.heads_a_unit);
   const bool splits = partitions > 1 && blocks < 4 * num_processors_;
   if (splits) {
-    args.num_parts = power_of_two(int(partitions) + (units->tokens > 1 ? 1 : 0));
+    args.num_parts = int(power_of_two(partitions + (units->tokens > 1 ? 1 : 0)));
     const int64_t floats = int64_t(tokens) * params.num_heads * args.num_parts * (2 + params.head_dim);
     reserve(partitions_, floats * int64_t(sizeof(float)), "partitions of attention");
   }
@@ -485,6 +501,7 @@ void CudaBackend::scale_logits(Tensor x, float scale, float soft_cap) {
 // A copy of memory, which is read and written, and products of a size that every processor has several tiles of.
 Ceilings CudaBackend::measure_ceilings() {
   constexpr int kTimes = 8;
+  use_device();
   const auto seconds = [&](const auto& work) {
     work();
     check_cuda(cudaStreamSynchronize(stream_), "warming up");

@@ -110,6 +110,7 @@ class CudaBackend final : public Backend {
     int per_source = 1;
   };
 
+  void use_device() const;
   void* to_host(const void* data, size_t pitch, size_t width, size_t rows);
   void reserve(Scratch& scratch, int64_t bytes, const char* what);
   template <class... Values, class F>
@@ -148,7 +149,6 @@ class CudaBackend final : public Backend {
   size_t download_bytes_ = 0;
   StepArrays step_;
   int64_t max_partitions_ = 0;  // of a request's context
-  const Batch* batch_ = nullptr;
   ExpertRows experts_;
 };
 

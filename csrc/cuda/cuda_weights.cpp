@@ -124,7 +124,7 @@ std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, 
     places.push_back({bytes, tiles});
     bytes += size;
     weight->rows += t.rows / num_experts;
-    (m.format < 0 ? weight->has_float : weight->has_quantized) = true;
+    weight->has_quantized |= m.format >= 0;
   }
   weight->bytes = bytes;
   weight->memory = device_memory(size_t(bytes), tensors.front().name.c_str());

@@ -14,7 +14,7 @@ class CudaWeight final : public Weight {
  public:
   std::vector<DeviceMatrix> parts;
   std::shared_ptr<void> memory, bias_memory;
-  bool has_quantized = false, has_float = false;
+  bool has_quantized = false;
 
   const float* bias() const { return static_cast<const float*>(bias_memory.get()); }
 };

@@ -39,9 +39,10 @@ class Staging {
 
  private:
   void grow(size_t bytes) {
-    capacity_ = 2 * bytes > kLeastBytes ? 2 * bytes : kLeastBytes;
+    const size_t capacity = 2 * bytes > kLeastBytes ? 2 * bytes : kLeastBytes;
     void* p = nullptr;
-    check_cuda(cudaMallocHost(&p, capacity_), "allocating pinned memory");
+    check_cuda(cudaMallocHost(&p, capacity), "allocating pinned memory");
+    capacity_ = capacity;
     memory_ = std::shared_ptr<void>(p, [](void* q) { cudaFreeHost(q); });
   }
   static constexpr size_t kLeastBytes = size_t(1) << 20;

@@ -41,7 +41,16 @@ class StepGraphs {
   ~StepGraphs() { forget(); }
   StepGraphs(const StepGraphs&) = delete;
 
-  void begin() { is_noting_ = enabled_; }
+  void begin() {
+    discard();
+    is_noting_ = enabled_;
+  }
+  // Drops what a step that failed has left.
+  void discard() {
+    work_.clear();
+    signature_ = Signature();
+    is_noting_ = false;
+  }
   // Runs the work, or notes it.
   void add(uint64_t signature, std::function<void()> work);
   // Says that the last work noted depends on more; how much has been noted so far.

@@ -17,7 +17,11 @@ constexpr int kCudaVersion = 13000;
 
 cudaError_t g_last = cudaSuccess;
 bool g_failed = false;
+thread_local int g_device = 0;  // as CUDA has it: of each thread
 std::map<const void*, int> g_dynamic_shared_limit;
+
+int num_devices() { return setting("RVLLM_EMU_DEVICES", 1); }
+bool exists(int device) { return device >= 0 && device < num_devices(); }
 
 const float* make_half_values() {
   static float values[65536];
@@ -56,6 +60,8 @@ int setting(const char* name, int otherwise) {
   return text && *text ? std::atoi(text) : otherwise;
 }
 
+int current_device() { return g_device; }
+
 cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) g_last = error;
   if (error == cudaErrorLaunchFailure) g_failed = true;
@@ -65,23 +71,30 @@ cudaError_t remember(cudaError_t error) {
 bool failed_for_good() { return g_failed; }
 
 cudaError_t check_launch(const void* kernel, const LaunchGrid& grid, dim3 block, size_t shared_bytes,
-                         GridConfig& config) {
+                         cudaStream_t stream, GridConfig& config) {
   const char* file = std::strrchr(grid.file, '/');
   config.name = std::string(file ? file + 1 : grid.file) + ":" + std::to_string(grid.line);
   config.grid = {grid.x, grid.y, grid.z};
   config.block = {block.x, block.y, block.z};
   config.dynamic_shared_bytes = shared_bytes;
   const auto limit = g_dynamic_shared_limit.find(kernel);
-  config.max_shared_bytes = limit == g_dynamic_shared_limit.end() ? kSharedBytes : std::max(kSharedBytes, kSharedBytesOptin);
-  const size_t dynamic_limit = limit == g_dynamic_shared_limit.end() ? kSharedBytes : size_t(limit->second);
+  const bool has_limit = limit != g_dynamic_shared_limit.end();
+  config.max_shared_bytes = has_limit ? kSharedBytesOptin : kSharedBytes;
+  const size_t dynamic_limit = has_limit ? size_t(limit->second) : kSharedBytes;
   const uint64_t threads = uint64_t(block.x) * block.y * block.z;
   char text[160];
-  if (threads == 0 || threads > 1024 || block.z > 64 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.x > 0x7fffffffu ||
-      grid.y > 65535 || grid.z > 65535) {
+  if (threads == 0 || threads > 1024 || block.z > 64 || grid.x == 0 || grid.y == 0 || grid.z == 0 ||
+      grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     std::snprintf(text, sizeof text, "%s: a grid of %u x %u x %u blocks of %u x %u x %u threads cannot be launched",
                   config.name.c_str(), grid.x, grid.y, grid.z, block.x, block.y, block.z);
     set_report(text);
     return remember(cudaErrorInvalidConfiguration);
+  }
+  if (device_of(stream) != current_device()) {
+    std::snprintf(text, sizeof text, "%s: a stream of device %d in a thread that works with device %d",
+                  config.name.c_str(), device_of(stream), current_device());
+    set_report(text);
+    return remember(cudaErrorInvalidResourceHandle);
   }
   if (shared_bytes > dynamic_limit) {
     std::snprintf(text, sizeof text, "%s: %zu bytes of dynamic shared memory, of which this kernel may have %zu",
@@ -102,7 +115,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
   *count = 0;
   if (device && std::strcmp(device, "none") == 0) return remember(cudaErrorNoDevice);
   if (device && std::strstr(device, "driver")) return remember(cudaErrorInsufficientDriver);
-  *count = 1;
+  *count = num_devices();
   return cudaSuccess;
 }
 
@@ -120,14 +133,18 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
 }
 
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = g_device;
   return cudaSuccess;
 }
 
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : remember(cudaErrorInvalidDevice); }
+cudaError_t cudaSetDevice(int device) {
+  if (!exists(device)) return remember(cudaErrorInvalidDevice);
+  g_device = device;
+  return cudaSuccess;
+}
 
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
-  if (device != 0) return remember(cudaErrorInvalidDevice);
+  if (!exists(device)) return remember(cudaErrorInvalidDevice);
   *properties = {};
   std::snprintf(properties->name, sizeof properties->name, "CPU emulator");
   size_t free = 0;
@@ -148,7 +165,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
 }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  if (device != 0) return remember(cudaErrorInvalidDevice);
+  if (!exists(device)) return remember(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMaxSharedMemoryPerBlock: *value = int(kSharedBytes); break;
     case cudaDevAttrMultiProcessorCount: *value = kMultiprocessors; break;

@@ -25,13 +25,16 @@ struct LaunchGrid : dim3 {
 };
 
 // cudaErrorInvalidConfiguration, cudaErrorInvalidValue (shared memory), or success; `config` gets the rest.
-cudaError_t check_launch(const void* kernel, const LaunchGrid& grid, dim3 block, size_t shared_bytes, GridConfig& config);
+// cudaErrorInvalidResourceHandle: the stream is another device's than the thread has selected.
+cudaError_t check_launch(const void* kernel, const LaunchGrid& grid, dim3 block, size_t shared_bytes,
+                         cudaStream_t stream, GridConfig& config);
 
 template <class... P, class... A>
 cudaError_t launch_kernel(void (*kernel)(P...), const LaunchGrid& grid, dim3 block, size_t shared_bytes,
                           cudaStream_t stream, A&&... args) {
   GridConfig config;
-  const cudaError_t error = check_launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, config);
+  const cudaError_t error =
+      check_launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, config);
   if (error != cudaSuccess) return error;
   const std::tuple<P...> values(std::forward<A>(args)...);
   return enqueue(stream, [=] {

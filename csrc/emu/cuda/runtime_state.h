@@ -10,6 +10,10 @@ namespace rvllm::emu {
 // The number an environment variable holds, read at each call so that tests can change it.
 int setting(const char* name, int otherwise);
 
+// Of the calling thread.
+int current_device();
+int device_of(Stream* stream);
+
 // Remembers an error for cudaGetLastError; a failed launch stays.
 cudaError_t remember(cudaError_t error);
 bool failed_for_good();

@@ -23,6 +23,7 @@ struct Stream {
   std::unique_ptr<Graph> capture;
   bool invalidated = false;
   bool blocking = true;  // takes turns with the default stream
+  int device = current_device();
 };
 
 // The state of an event outlives it in the queues that mention it.
@@ -91,8 +92,12 @@ void take_turns_with_default(Stream* stream) {
       if (other != stream && other->blocking) wait_for(stream, other);
 }
 
-bool is_source_device(cudaMemcpyKind kind) { return kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice; }
-bool is_target_device(cudaMemcpyKind kind) { return kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice; }
+bool is_source_device(cudaMemcpyKind kind) {
+  return kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+}
+bool is_target_device(cudaMemcpyKind kind) {
+  return kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+}
 
 cudaError_t invalid_copy(const std::string& why) {
   set_report("a copy " + why);
@@ -114,6 +119,8 @@ cudaError_t forbidden_in_capture(const char* what) {
   }
   return cudaSuccess;
 }
+
+int device_of(Stream* stream) { return stream ? stream->device : current_device(); }
 
 cudaError_t enqueue(Stream* stream, Work work) {
   stream = resolve(stream);
