@@ -26,6 +26,8 @@ Signature with(Signature s, const Values&... values) {
   return s;
 }
 
+constexpr int64_t kMaxPartitionBytes = int64_t(128) << 20;  // that attention may take beside the KV cache
+
 int64_t power_of_two(int64_t at_least) {
   int64_t n = 1;
   while (n < at_least) n *= 2;
@@ -112,7 +114,11 @@ void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t 
 std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts,
                                                  const std::vector<HostTensor>& biases) {
   use_device();
-  return load_cuda_weight(pool_, 1, parts, biases);
+  auto weight = load_cuda_weight(pool_, 1, parts, biases);
+  // A missing cuBLAS must show now, not at the first long prompt.
+  for (const DeviceMatrix& m : weight->parts)
+    if (may_use_blas(m)) blas();
+  return weight;
 }
 
 std::unique_ptr<Weight> CudaBackend::load_experts(int num_experts, const std::vector<HostTensor>& parts,
@@ -259,9 +265,12 @@ void CudaBackend::activated_linear(Tensor out, Tensor x, Activation activation, 
   multiply(out, rows, weight);
 }
 
-bool CudaBackend::uses_blas(const DeviceMatrix& w, const Rows& rows) const {
-  if (rows.experts || rows.count <= kMatvecTokens) return false;
+bool CudaBackend::may_use_blas(const DeviceMatrix& w) const {
   return w.format >= 0 ? options_.f16_prefill : w.type != GgmlType::F32;
+}
+
+bool CudaBackend::uses_blas(const DeviceMatrix& w, const Rows& rows) const {
+  return !rows.experts && rows.count > kMatvecTokens && may_use_blas(w);
 }
 
 Blas& CudaBackend::blas() {
@@ -403,18 +412,20 @@ void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, in
     if (u.tokens * args.heads_a_unit <= kMaxQueryRows) units = &u;
   args.units = units->data;
   const int num_units = units->count, rows = units->tokens * args.heads_a_unit, tokens = int(q.rows);
-  // With few units, every partition gets a block of its own, and the results are merged.
+  // With few units, every partition gets a block of its own, and the results are merged: a power of two of them, since
+  // each number makes a graph of its own.
   int64_t partitions = max_partitions_;
   if (params.window > 0) partitions = std::min<int64_t>(partitions, (params.window + kPartition - 2) / kPartition + 1);
   const int blocks = num_units * params.num_kv_heads * ((args.group + args.heads_a_unit - 1) / args.heads_a_unit);
-  const bool splits = partitions > 1 && blocks < 4 * num_processors_;
+  const int64_t num_parts = power_of_two(partitions + (units->tokens > 1 ? 1 : 0));
+  const int64_t bytes = int64_t(tokens) * params.num_heads * num_parts * (2 + params.head_dim) * int64_t(sizeof(float));
+  const bool splits = partitions > 1 && blocks < 4 * num_processors_ && bytes <= kMaxPartitionBytes;
   if (splits) {
-    args.num_parts = int(power_of_two(partitions + (units->tokens > 1 ? 1 : 0)));
-    const int64_t floats = int64_t(tokens) * params.num_heads * args.num_parts * (2 + params.head_dim);
-    reserve(partitions_, floats * int64_t(sizeof(float)), "partitions of attention");
+    args.num_parts = int(num_parts);
+    reserve(partitions_, bytes, "partitions of attention");
   }
   enqueue(with(signature(kAttention, out, q), args.cache.data, args.units, num_units, rows, args.num_parts, args.window,
-               args.block_tables, args.scale, args.soft_cap, args.sinks),
+               args.block_tables, args.max_blocks, args.scale, args.soft_cap, args.sinks),
           [=] {
             AttentionArgs now = args;
             now.parts = splits ? partitions_.as<float>() : nullptr;
@@ -423,6 +434,7 @@ void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, in
 }
 
 void CudaBackend::route(Tensor logits, const RouterParams& params) {
+  check(logits.cols <= kMaxExperts, "[route] ", logits.cols, " experts, CUDA has at most ", kMaxExperts);
   ExpertRows& e = experts_;
   e.num_used = params.num_used;
   e.num_choices = int(logits.rows) * params.num_used;

@@ -133,6 +133,7 @@ class CudaBackend final : public Backend {
   void multiply(Tensor out, const Rows& rows, const Weight& weight);
   void multiply_now(Tensor out, const Rows& rows, const Weight& weight, const Residual& residual);
   void multiply_by_blas(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias);
+  bool may_use_blas(const DeviceMatrix& w) const;
   bool uses_blas(const DeviceMatrix& w, const Rows& rows) const;
   Blas& blas();
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def test_attention_of_the_last_tokens_of_long_contexts(backend: Any, window: int
 def test_steps_are_replayed_with_the_same_tokens(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy requests, of which ids alone come down, beside others; the CPU's tokens, half of the steps replayed."""
+    """Greedy requests, of which ids alone come down, beside others; the CPU's tokens, most steps replayed."""
     path = tmp_path / "model.gguf"
     write_tiny_model(path, quant={"*.attn_v.*": "F16", "*.ffn_down.*": "Q6_K", "*": "Q4_0"})
     prompts = [list(range(5, 5 + n)) for n in (1, 12, 5)]
@@ -100,4 +101,75 @@ def test_steps_are_replayed_with_the_same_tokens(
             for llm in (cuda, cpu)
         )
         assert tokens == expected
-    assert cuda.engine.runner.backend.num_replayed > cuda.engine.stats.steps / 4
+    assert cuda.engine.runner.backend.num_replayed > cuda.engine.stats.steps / 2
+
+
+def step_arrays(*requests: tuple[int, int, list[int]], first_id: int = 3) -> _core.StepArrays:
+    """Of each request (begin, end, table) the tokens at these positions; the logits of the last token of all."""
+    positions = [position for begin, end, _ in requests for position in range(begin, end)]
+    slots = [
+        table[position // 16] * 16 + position % 16
+        for begin, end, table in requests
+        for position in range(begin, end)
+    ]
+    starts = np.cumsum([0, *(end - begin for begin, end, _ in requests)])
+    arrays = (
+        (np.arange(len(positions)) * 7 + first_id) % 50, positions, [slots], starts,
+        [end for _, end, _ in requests], [[table for _, _, table in requests]], [len(positions) - 1],
+    )  # fmt: skip
+    return _core.StepArrays(*(np.array(a, np.int32) for a in arrays))
+
+
+@pytest.fixture
+def cuda(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    path = tmp_path / "model.gguf"
+    write_tiny_model(path, quant={"*": "Q4_0"})
+    use_cuda(device, monkeypatch)
+    return LLM(path, device="cuda", num_threads=1, max_num_batched_tokens=32, max_model_len=64)
+
+
+def test_a_step_is_not_replayed_with_block_tables_of_another_width(cuda: LLM) -> None:
+    """Two prompts of a block each, and one of two blocks: alike in every length and address but this."""
+    model = cuda.engine.runner._model
+    narrow, wide = step_arrays((0, 16, [3]), (0, 16, [4])), step_arrays((0, 32, [5, 6]))
+    expected = model.logits(narrow), model.logits(wide)
+    assert (expected[0] != expected[1]).any()
+    for _ in range(2):
+        np.testing.assert_array_equal(model.logits(narrow), expected[0])
+        np.testing.assert_array_equal(model.logits(wide), expected[1])
+    assert cuda.engine.runner.backend.num_replayed > 0
+
+
+def test_work_of_a_failed_step_is_not_done_by_the_next(cuda: LLM) -> None:
+    """It would write other keys and values to the block that the next step reads."""
+    runner = cuda.engine.runner
+    model = runner._model
+    prompt, other, last = (
+        step_arrays((0, 8, [3])),
+        step_arrays((0, 8, [3]), first_id=20),
+        step_arrays((8, 9, [3])),
+    )
+    model.logits(prompt)
+    expected = model.logits(last)
+
+    def fail() -> None:
+        raise InterruptedError
+
+    sampler = runner.make_sampler(SamplingParams(temperature=0.0), [3], [], 0, 0)
+    with pytest.raises(InterruptedError):
+        model.step(other, [sampler], [], fail)
+    np.testing.assert_array_equal(model.logits(last), expected)
+
+
+def test_a_backend_works_with_its_own_device_in_every_thread(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new thread begins with device 0."""
+    if not device.emulated:
+        pytest.skip("needs two devices")
+    monkeypatch.setenv("RVLLM_EMU_DEVICES", "2")
+    backend = device.backend(monkeypatch, device=1)
+    x, ones = normal(3, 64), np.ones(64, np.float32)
+    with ThreadPoolExecutor(1) as pool:
+        out = pool.submit(ops.norm, backend, x, ones, 1e-5).result()
+    np.testing.assert_array_equal(out, ops.norm(_core.CpuBackend(1, "scalar"), x, ones, 1e-5))
