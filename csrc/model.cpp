@@ -211,6 +211,8 @@ void Model::mix_experts(Tensor out, Tensor x, const Layer& layer) {
   const int64_t T = x.rows, E = x.cols, rows = T * c.num_experts_per_tok;
   const Tensor h = view(normed_, T, E);
   const Tensor router_logits = view(router_logits_, T, c.num_experts);
+  // The shared expert comes second in the same buffer, which must not grow under work that is not done yet.
+  if (m.ffn_down_shexp) view(gate_up_, T, m.ffn_gate_up_shexp->rows);
   const Tensor gate_up = view(gate_up_, rows, m.ffn_gate_up_exps->rows);
   const Tensor down = view(expert_down_, rows, E);
   b.norm(h, x, norm(layer.ffn_norm));

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from devices import CPU, DEVICES, VARIANT, Device, use_cuda
-from tiny_gguf import write_tiny_model
+from tiny_gguf import FAMILIES, write_tiny_model
 
 from rvllm import LLM, SamplingParams
 from rvllm.request import RequestOutput
@@ -23,12 +23,14 @@ MODELS = {
     "qwen3-q8_0": {"arch": "qwen3", "quant": "Q8_0", "tied": False},
     "gemma3-windows": {"arch": "gemma3", "quant": "Q5_0", "layers": 7, "sliding_window": 24, "kv_heads": 1},
     "gpt-oss-mxfp4": {"arch": "gpt-oss", "quant": {"*_exps.*": "MXFP4", "*": "Q8_0"}, "tied": False},
+    "wide-shared-expert": {
+        "arch": "qwen2moe", "quant": "Q8_0", "tied": False, "layers": 1, "seed": 1,
+        "family": FAMILIES["qwen2moe"]._replace(shared_experts=5),
+    },
     "qwen2-f16": {"arch": "qwen2", "quant": "F16", "seed": 3},
-}
-FLOAT_MATRICES = (
-    "qwen2-f16",
-    "gpt-oss-mxfp4",
-)  # whose products have an order of their own; of the second, the router
+}  # fmt: skip
+# Whose products have an order of their own: of the first model all, of the others the router's.
+FLOAT_MATRICES = ("qwen2-f16", "gpt-oss-mxfp4", "wide-shared-expert")
 if VARIANT == "tsan":  # a hundred times slower
     MODELS = {"llama-q4_1": MODELS["llama-q4_1"]}
 
