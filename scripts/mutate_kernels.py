@@ -39,10 +39,12 @@ HOST_CODE = {
     "cuda_backend.cu",
     "cuda_backend.h",
     "cuda_kv_cache.h",
+    "cuda_products.cu",
     "cuda_weights.h",
     "device_buffer.h",
     "gpu.h",
     "kernels.h",
+    "operations.h",
     "step_graphs.h",
 }
 
