@@ -5,29 +5,12 @@
 #include "check.h"
 #include "cpu/cpu_backend.h"
 #include "cpu/repack.h"
+#include "host_tensor.h"
 
 namespace rvllm {
 namespace {
 
 constexpr int64_t kPieceBytes = 8 << 20;  // of weights repacked at a time
-
-const TypeInfo& checked_type(const HostTensor& t) {
-  const TypeInfo* type = find_type(t.type);
-  check(type != nullptr, t.name, ": ggml type ", t.type, " has no CPU kernel");
-  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
-        " blocks of ", type->block_size);
-  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
-        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
-  return *type;
-}
-
-std::vector<float> to_floats(const HostTensor& t) {
-  const TypeInfo& type = checked_type(t);
-  std::vector<float> values(size_t(t.rows * t.cols));
-  dequantize_row(type, t.data, values.data(), t.rows * t.cols);
-  if (t.consumed) t.consumed(t.bytes);
-  return values;
-}
 
 }  // namespace
 
@@ -42,7 +25,7 @@ std::unique_ptr<Weight> CpuBackend::load_experts(int num_experts, const std::vec
   weight->num_experts = num_experts;
   weight->cols = tensors.front().cols;
   for (const HostTensor& t : tensors) {
-    const TypeInfo& type = checked_type(t);
+    const TypeInfo& type = checked_type(t, "CPU");
     check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not divided by ", num_experts, " experts");
     const int64_t row_bytes = int64_t(t.bytes) / t.rows;
     CpuWeight::Part part;
@@ -74,7 +57,7 @@ std::unique_ptr<Weight> CpuBackend::load_experts(int num_experts, const std::vec
   if (!biases.empty()) weight->bias.resize(size_t(num_experts * weight->rows));
   for (size_t i = 0; i < biases.size(); ++i) {
     const CpuWeight::Part& part = weight->parts[i];
-    const std::vector<float> values = to_floats(biases[i]);
+    const std::vector<float> values = to_floats(biases[i], "CPU");
     for (int e = 0; e < num_experts; ++e)
       std::copy_n(values.data() + e * part.rows, part.rows, weight->bias.data() + e * weight->rows + part.first_row);
   }
@@ -85,7 +68,7 @@ std::unique_ptr<Weight> CpuBackend::load_vector(const HostTensor& tensor) {
   auto weight = std::make_unique<CpuVector>();
   weight->rows = tensor.rows;
   weight->cols = tensor.cols;
-  weight->values = to_floats(tensor);
+  weight->values = to_floats(tensor, "CPU");
   return weight;
 }
 

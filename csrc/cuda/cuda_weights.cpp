@@ -6,30 +6,13 @@
 #include "check.h"
 #include "cuda/device_buffer.h"
 #include "cuda/packed_weights.h"
+#include "host_tensor.h"
 
 namespace rvllm {
 namespace {
 
 constexpr int64_t kPieceBytes = 32 << 20;  // of weights packed at a time
 constexpr int64_t kAlignment = 256;
-
-const TypeInfo& checked_type(const HostTensor& t) {
-  const TypeInfo* type = find_type(t.type);
-  check(type != nullptr, t.name, ": ggml type ", t.type, " has no CUDA kernel");
-  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
-        " blocks of ", type->block_size);
-  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
-        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
-  return *type;
-}
-
-std::vector<float> to_floats(const HostTensor& t) {
-  const TypeInfo& type = checked_type(t);
-  std::vector<float> values(size_t(t.rows * t.cols));
-  dequantize_row(type, t.data, values.data(), t.rows * t.cols);
-  if (t.consumed) t.consumed(t.bytes);
-  return values;
-}
 
 std::shared_ptr<void> to_device(const std::vector<float>& values, const char* what) {
   auto memory = device_memory(values.size() * sizeof(float), what);
@@ -76,7 +59,7 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMa
 }
 
 DeviceMatrix matrix_of(const HostTensor& t, int num_experts) {
-  const TypeInfo& type = checked_type(t);
+  const TypeInfo& type = checked_type(t, "CUDA");
   DeviceMatrix m;
   m.type = type.type;
   m.cols = t.cols;
@@ -96,7 +79,8 @@ DeviceMatrix matrix_of(const HostTensor& t, int num_experts) {
 
 std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, const std::vector<HostTensor>& tensors,
                                              const std::vector<HostTensor>& biases) {
-  check(num_experts <= kMaxExperts, tensors.front().name, ": ", num_experts, " experts, CUDA has at most ", kMaxExperts);
+  check(num_experts <= kMaxExperts, tensors.front().name, ": ", num_experts, " experts, CUDA has at most ",
+        kMaxExperts);
   auto weight = std::make_unique<CudaWeight>();
   weight->num_experts = num_experts;
   weight->cols = tensors.front().cols;
@@ -135,7 +119,7 @@ std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, 
 
   std::vector<float> bias;  // [parts][experts, rows of the part]
   for (const HostTensor& t : biases) {
-    const std::vector<float> values = to_floats(t);
+    const std::vector<float> values = to_floats(t, "CUDA");
     bias.insert(bias.end(), values.begin(), values.end());
   }
   if (!bias.empty()) weight->bias_memory = to_device(bias, "biases");
@@ -146,7 +130,7 @@ std::unique_ptr<CudaVector> load_cuda_vector(const HostTensor& tensor) {
   auto weight = std::make_unique<CudaVector>();
   weight->rows = tensor.rows;
   weight->cols = tensor.cols;
-  weight->memory = to_device(to_floats(tensor), tensor.name.c_str());
+  weight->memory = to_device(to_floats(tensor, "CUDA"), tensor.name.c_str());
   return weight;
 }
 

@@ -5,29 +5,13 @@
 
 #include "check.h"
 #include "cuda/packed_weights.h"
+#include "host_tensor.h"
 
 namespace rvllm {
 namespace {
 
 constexpr int64_t kTilesAtATime = 4096;  // packed before the file's pages are let go
 constexpr int64_t kAlignment = 256;
-
-const TypeInfo& checked_type(const HostTensor& t) {
-  const TypeInfo* type = find_type(t.type);
-  check(type != nullptr, t.name, ": ggml type ", t.type, " has no Metal kernel");
-  check(t.cols % type->block_size == 0, t.name, ": rows of ", t.cols, " weights are no whole number of ", type->name,
-        " blocks of ", type->block_size);
-  check(t.bytes == size_t(t.rows * (t.cols / type->block_size) * type->block_bytes), t.name, ": ", t.bytes,
-        " bytes for ", t.rows, " x ", t.cols, " weights of type ", type->name);
-  return *type;
-}
-
-std::vector<float> to_floats(const HostTensor& t) {
-  std::vector<float> values(size_t(t.rows * t.cols));
-  dequantize_row(checked_type(t), t.data, values.data(), t.rows * t.cols);
-  if (t.consumed) t.consumed(t.bytes);
-  return values;
-}
 
 std::shared_ptr<void> to_device(MetalDevice& device, const std::vector<float>& values, const char* what) {
   auto memory = device.alloc(values.size() * sizeof(float), what);
@@ -36,7 +20,7 @@ std::shared_ptr<void> to_device(MetalDevice& device, const std::vector<float>& v
 }
 
 MetalMatrix matrix_of(const HostTensor& t, int num_experts) {
-  const TypeInfo& type = checked_type(t);
+  const TypeInfo& type = checked_type(t, "Metal");
   MetalMatrix m;
   m.type = type.type;
   m.args.rows = int(t.rows / num_experts);
@@ -116,7 +100,7 @@ std::unique_ptr<MetalWeight> load_metal_weight(MetalDevice& device, ThreadPool& 
   }
   std::vector<float> bias;  // [parts][experts, rows of the part]
   for (const HostTensor& t : biases) {
-    const std::vector<float> values = to_floats(t);
+    const std::vector<float> values = to_floats(t, "Metal");
     bias.insert(bias.end(), values.begin(), values.end());
   }
   if (!bias.empty()) weight->bias_memory = to_device(device, bias, "biases");
@@ -127,7 +111,7 @@ std::unique_ptr<MetalVector> load_metal_vector(MetalDevice& device, const HostTe
   auto weight = std::make_unique<MetalVector>();
   weight->rows = tensor.rows;
   weight->cols = tensor.cols;
-  weight->memory = to_device(device, to_floats(tensor), tensor.name.c_str());
+  weight->memory = to_device(device, to_floats(tensor, "Metal"), tensor.name.c_str());
   return weight;
 }
 
