@@ -31,6 +31,7 @@ logger = logging.getLogger("rvllm")
 
 _DEFAULT_KV_CACHE_BYTES = 4 << 30
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+_MAX_CUDA_GRID = 65_535  # blocks along y
 _F32 = 0  # ggml's type id
 
 
@@ -43,6 +44,8 @@ class ModelRunner:
         Raises GGUFError naming a tensor that is missing, misshapen or unsupported, and ValueError for a device, ISA or
         cache size that cannot be had.
         """
+        if config.device.startswith("cuda"):
+            _check_cuda_grid(config.max_num_batched_tokens, model_config)
         device = _make_backend(config)
         self.profile = Profile(device) if config.profile else None
         self.backend = device if self.profile is None else self.profile.backend
@@ -230,6 +233,16 @@ def _make_backend(config: EngineConfig) -> _core.Backend:
         f16_prefill=config.prefill_compute == "f16",
     )
     return backend
+
+
+def _check_cuda_grid(max_num_batched_tokens: int, model_config: ModelConfig) -> None:
+    """Rows of a product are taken 8 at a time, those of each expert apart, by at most 65,535 blocks."""
+    rows = 8 * _MAX_CUDA_GRID - 7 - 7 * model_config.num_experts
+    most = rows // max(1, model_config.num_experts_per_tok)
+    if max_num_batched_tokens > most:
+        raise ValueError(
+            f"max_num_batched_tokens must be at most {most} on cuda for this model, not {max_num_batched_tokens}"
+        )
 
 
 def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
