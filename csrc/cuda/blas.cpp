@@ -16,9 +16,9 @@ using Create = int (*)(void** handle);
 using Destroy = int (*)(void* handle);
 using SetStream = int (*)(void* handle, cudaStream_t stream);
 using SetWorkspace = int (*)(void* handle, void* workspace, size_t bytes);
-using GemmEx = int (*)(void* handle, int op_a, int op_b, int m, int n, int k, const void* alpha, const void* a, int type_a,
-                       int lda, const void* b, int type_b, int ldb, const void* beta, void* c, int type_c, int ldc,
-                       int compute, int algorithm);
+using GemmEx = int (*)(void* handle, int op_a, int op_b, int m, int n, int k, const void* alpha, const void* a,
+                       int type_a, int lda, const void* b, int type_b, int ldb, const void* beta, void* c, int type_c,
+                       int ldc, int compute, int algorithm);
 
 struct Functions {
   Create create;

@@ -22,7 +22,8 @@ class Blas {
   Blas& operator=(const Blas&) = delete;
 
   // out[T, N] = x[T, K] w[N, K]^T, x and w of one type, accumulated in F32; rows of out lie out_stride floats apart.
-  void matmul(float* out, int64_t out_stride, const void* x, const void* w, BlasType type, int64_t t, int64_t n, int64_t k);
+  void matmul(float* out, int64_t out_stride, const void* x, const void* w, BlasType type, int64_t t, int64_t n,
+              int64_t k);
 
  private:
   void* handle_ = nullptr;

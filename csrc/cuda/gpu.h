@@ -13,8 +13,8 @@
 
 // RV_EMU is defined in the emulator: code for a GPU alone (inline PTX) stands in #if !defined(RV_EMU).
 
-// RV_SHARED(float, part, 32) declares float part[32] in shared memory; RV_DYN_SHARED(float, buf) declares float* buf, the
-// launch's dynamic shared memory, aligned to 16 bytes.
+// RV_SHARED(float, part, 32) declares float part[32] in shared memory; RV_DYN_SHARED(float, buf) declares float* buf,
+// the launch's dynamic shared memory, aligned to 16 bytes.
 #if defined(RV_EMU)
 #define RV_SHARED(T, name, N) T(&name)[N] = RV_EMU_SHARED(T, N)
 #define RV_DYN_SHARED(T, name) T* name = static_cast<T*>(rvllm::emu::dynamic_shared())
@@ -44,7 +44,8 @@ std::string format_bytes(size_t bytes);
 #if defined(RV_EMU) || defined(__CUDACC__)
 namespace rv {
 
-// kernel<<<grid, block, shared_bytes, stream>>>(args...): converts the arguments as a call would, and throws on a bad launch.
+// kernel<<<grid, block, shared_bytes, stream>>>(args...): converts the arguments as a call would, and throws on a bad
+// launch.
 #if defined(RV_EMU)
 template <class... P, class... A>
 void launch(void (*kernel)(P...), rvllm::emu::LaunchGrid grid, dim3 block, size_t shared_bytes, cudaStream_t stream,

@@ -72,8 +72,8 @@ bool g_aborted = false;
 char g_launch_begin, g_launch_end;  // for ThreadSanitizer
 size_t g_block_number = 0;          // in the launch
 
-// What the threads of a block release and acquire, for ThreadSanitizer: at addresses of the block's own, since blocks are
-// not ordered. `i`: 0 is the barrier, the rest are warps' meetings; they alternate like the slots.
+// What the threads of a block release and acquire, for ThreadSanitizer: at addresses of the block's own, since blocks
+// are not ordered. `i`: 0 is the barrier, the rest are warps' meetings; they alternate like the slots.
 void* order_object(unsigned i, uint64_t generation) {
 #if defined(RV_EMU_TSAN)
   constexpr size_t kObjects = 2 * (1 + kMaxThreads), kBytes = size_t(1) << 36;  // addresses only: never touched
@@ -173,7 +173,8 @@ void start_threads(const GridConfig& config, const Coord& block) {
     t.linear = i;
     t.state = State::kReady;
     if (g_stacks_used == kNumStacks) throw std::bad_alloc();
-    start_fiber(t.fiber, g_stacks + kStackBytes * g_stacks_used++, kStackBytes - kStackStagger * (i % 16), thread_entry);
+    start_fiber(t.fiber, g_stacks + kStackBytes * g_stacks_used++, kStackBytes - kStackStagger * (i % 16),
+                thread_entry);
   }
 }
 
@@ -238,7 +239,8 @@ void run_block(const GridConfig& config, const Coord& block, Schedule& schedule)
 
 WarpMeeting& meeting(unsigned mask, int site) {
   const Thread& self = *current_thread;
-  if (!(mask >> self.lane & 1)) kernel_error("lane %u calls a warp operation whose mask %08x leaves it out", self.lane, mask);
+  if (!(mask >> self.lane & 1))
+    kernel_error("lane %u calls a warp operation whose mask %08x leaves it out", self.lane, mask);
   Warp& warp = g_warps[self.warp];
   for (unsigned i = 0; i < warp.count; ++i) {
     WarpMeeting& m = warp.meetings[i];
@@ -278,8 +280,8 @@ void kernel_error(const char* format, ...) {
   std::vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
   const Coord& t = current_thread->thread_idx;
-  abort_launch(block_text(current_thread->block_idx) + " thread(" + std::to_string(t.x) + "," + std::to_string(t.y) + "," +
-               std::to_string(t.z) + "): " + text);
+  abort_launch(block_text(current_thread->block_idx) + " thread(" + std::to_string(t.x) + "," + std::to_string(t.y) +
+               "," + std::to_string(t.z) + "): " + text);
   throw Abort{};
 }
 
@@ -348,7 +350,8 @@ bool run_grid(const GridConfig& config, const std::function<void()>& body) {
   std::vector<unsigned> blocks = counted(size_t(config.grid.x) * config.grid.y * config.grid.z);
   schedule.arrange(blocks);
   for (const unsigned b : blocks) {
-    run_block(config, {b % config.grid.x, b / config.grid.x % config.grid.y, b / config.grid.x / config.grid.y}, schedule);
+    run_block(config, {b % config.grid.x, b / config.grid.x % config.grid.y, b / config.grid.x / config.grid.y},
+              schedule);
     if (g_aborted) break;
   }
   tsan_acquire(&g_launch_end);

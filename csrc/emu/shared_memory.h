@@ -1,5 +1,5 @@
-// The shared memory of the block that runs: named arrays and the launch's dynamic part, filled with NaN, each followed by
-// a gap that AddressSanitizer sees.
+// The shared memory of the block that runs: named arrays and the launch's dynamic part, filled with NaN, each followed
+// by a gap that AddressSanitizer sees.
 #pragma once
 
 #include <cstddef>

@@ -21,9 +21,9 @@ cublasStatus_t (*const create)(cublasHandle_t*) = &cublasCreate_v2;
 cublasStatus_t (*const destroy)(cublasHandle_t) = &cublasDestroy_v2;
 cublasStatus_t (*const set_stream)(cublasHandle_t, cudaStream_t) = &cublasSetStream_v2;
 cublasStatus_t (*const set_workspace)(cublasHandle_t, void*, size_t) = &cublasSetWorkspace_v2;
-cublasStatus_t (*const gemm)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int, const void*, const void*,
-                             cudaDataType, int, const void*, cudaDataType, int, const void*, void*, cudaDataType, int,
-                             cublasComputeType_t, cublasGemmAlgo_t) = &cublasGemmEx;
+cublasStatus_t (*const gemm)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int, const void*,
+                             const void*, cudaDataType, int, const void*, cudaDataType, int, const void*, void*,
+                             cudaDataType, int, cublasComputeType_t, cublasGemmAlgo_t) = &cublasGemmEx;
 
 }  // namespace
 }  // namespace rvllm

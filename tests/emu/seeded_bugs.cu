@@ -252,7 +252,8 @@ void wrong_copy_kind(bool fixed) {
 void copy_too_long(bool fixed) {
   Device d;
   rv::launch(ones, 1, kThreads, 0, d.stream, d.data);
-  check_cuda(cudaMemcpyAsync(d.host, d.data, (kThreads + (fixed ? 0 : 1)) * sizeof(float), cudaMemcpyDeviceToHost, d.stream),
+  check_cuda(cudaMemcpyAsync(d.host, d.data, (kThreads + (fixed ? 0 : 1)) * sizeof(float), cudaMemcpyDeviceToHost,
+                             d.stream),
              "download");
   d.expect(one);
 }

@@ -1,4 +1,5 @@
-// cuBLAS as the emulator has it: the arguments checked as we read its manual, products summed in F32 in an order of our own.
+// cuBLAS as the emulator has it: the arguments checked as we read its manual, products summed in F32 in an order of our
+// own.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -69,8 +70,9 @@ bool matrix_on_device(const void* x, int type, int ld, int rows, int columns) {
 }
 
 // C[m, n] = alpha op(A)[m, k] op(B)[k, n] + beta C, all column-major.
-int gemm_ex(void* handle, int op_a, int op_b, int m, int n, int k, const void* alpha, const void* a, int type_a, int lda,
-            const void* b, int type_b, int ldb, const void* beta, void* c, int type_c, int ldc, int compute, int algorithm) {
+int gemm_ex(void* handle, int op_a, int op_b, int m, int n, int k, const void* alpha, const void* a, int type_a,
+            int lda, const void* b, int type_b, int ldb, const void* beta, void* c, int type_c, int ldc, int compute,
+            int algorithm) {
   if (!handle) return kNotInitialized;
   const bool trans_a = op_a != kOpN, trans_b = op_b != kOpN;
   const int rows_a = trans_a ? k : m, cols_a = trans_a ? m : k, rows_b = trans_b ? n : k, cols_b = trans_b ? k : n;
@@ -78,7 +80,8 @@ int gemm_ex(void* handle, int op_a, int op_b, int m, int n, int k, const void* a
       !alpha || !beta || algorithm != kGemmDefault)
     return kInvalidValue;
   const bool known = type_a == kF32 || type_a == kF16 || type_a == kBF16;
-  if (!known || type_a != type_b || (type_c != kF32 && type_c != type_a) || compute != kComputeF32) return kNotSupported;
+  if (!known || type_a != type_b || (type_c != kF32 && type_c != type_a) || compute != kComputeF32)
+    return kNotSupported;
   if (m == 0 || n == 0) return kSuccess;
   const float scale = *static_cast<const float*>(alpha), keep = *static_cast<const float*>(beta);
   const cudaError_t error = emu::enqueue(static_cast<Handle*>(handle)->stream, [=] {

@@ -122,7 +122,9 @@ inline unsigned __ballot_sync(unsigned mask, int predicate, RV_EMU_SITE) {
   return result;
 }
 inline int __any_sync(unsigned mask, int predicate, RV_EMU_SITE) { return __ballot_sync(mask, predicate, site) != 0; }
-inline int __all_sync(unsigned mask, int predicate, RV_EMU_SITE) { return __ballot_sync(mask, predicate, site) == mask; }
+inline int __all_sync(unsigned mask, int predicate, RV_EMU_SITE) {
+  return __ballot_sync(mask, predicate, site) == mask;
+}
 inline unsigned __activemask() {
   rvllm::emu::kernel_error("__activemask() depends on how a GPU happens to schedule a warp");
 }

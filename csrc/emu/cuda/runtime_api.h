@@ -66,7 +66,8 @@ struct Stream;
 struct Event;
 struct Graph;
 
-// Work in stream order: at once, or at the next synchronization with RVLLM_EMU_LAZY=1, or into the graph being captured.
+// Work in stream order: at once, or at the next synchronization with RVLLM_EMU_LAZY=1, or into the graph being
+// captured.
 cudaError_t enqueue(Stream* stream, std::function<cudaError_t()> work);
 
 }  // namespace rvllm::emu
@@ -104,9 +105,10 @@ cudaError_t cudaMallocHost(T** data, size_t bytes) {
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
-                              cudaMemcpyKind kind, cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream = nullptr);
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream = nullptr);
 cudaError_t cudaMemset(void* data, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t stream = nullptr);
 

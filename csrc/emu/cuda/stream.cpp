@@ -140,8 +140,8 @@ cudaError_t enqueue(Stream* stream, Work work) {
 
 using namespace rvllm::emu;
 
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
-                              cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
+                              size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
   if (width == 0 || height == 0) return cudaSuccess;
   if (to_pitch < width || from_pitch < width) return invalid_copy("of rows that are wider than their pitch");
   const size_t to_bytes = to_pitch * (height - 1) + width, from_bytes = from_pitch * (height - 1) + width;

@@ -1,5 +1,5 @@
-// The CUDA runtime as the emulator has it: found before NVIDIA's header when a .cu file is compiled as C++. Names, values
-// and rules are those of CUDA 13; what is not here, rvllm does not use.
+// The CUDA runtime as the emulator has it: found before NVIDIA's header when a .cu file is compiled as C++. Names,
+// values and rules are those of CUDA 13; what is not here, rvllm does not use.
 #pragma once
 
 #define RV_EMU 1
