@@ -78,7 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:
-    from rvllm.models import DEFAULT_MODEL
     from rvllm.server.served_model import ServerConfig
 
     if args.timeout is not None and not 0 < args.timeout < 1e9:
@@ -88,9 +87,8 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
     keys = args.api_key or [key for key in [os.environ.get("RVLLM_API_KEY")] if key]
     if not all(key.strip() for key in keys):
         raise CommandError("--api-key must not be empty")
-    path = PurePath(args.model or DEFAULT_MODEL)
     return ServerConfig(
-        names=tuple(args.served_model_name or [path.stem if path.suffix == ".gguf" else path.name]),
+        names=served_names(args),
         aliases=() if args.model is None else (args.model,),
         api_keys=tuple(keys),
         cors_origins=tuple(args.cors_origin),
@@ -98,6 +96,14 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         max_body_size=args.max_body_size,
         log_requests=args.log_requests,
     )
+
+
+def served_names(args: argparse.Namespace) -> tuple[str, ...]:
+    """What requests may call the model: by default the name of its file."""
+    from rvllm.models import DEFAULT_MODEL
+
+    path = PurePath(args.model or DEFAULT_MODEL)
+    return tuple(args.served_model_name or [path.stem if path.suffix == ".gguf" else path.name])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -83,9 +83,8 @@ class Server:
             with user_errors():
                 source = None if args.chat_template is None else read_template(args.chat_template)
             llm = load_llm(args, args.seed)
-            template = (
-                llm.chat_template if source is None else ChatTemplate.from_source(source, llm.tokenizer)
-            )
+            if source is not None:
+                llm.chat_template = ChatTemplate.from_source(source, llm.tokenizer)
             with user_errors():
                 engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
         except Exception as error:  # whatever it is, the main thread raises it
@@ -94,16 +93,7 @@ class Server:
             return
         engine.start()
         self._app.state.metrics.observe_engine(engine)
-        self._app.state.model = ServedModel(
-            names=config.names,
-            aliases=config.aliases,
-            engine=engine,
-            tokenizer=llm.tokenizer,
-            chat_template=template,
-            max_model_len=llm.engine.max_model_len,
-            max_prompt_chars=llm.engine.max_model_len * llm.tokenizer.longest_token,
-            timeout=config.timeout,
-        )
+        self._app.state.model = ServedModel.of(llm, engine, config)
         logger.info("serving %s", config.names[0])
 
     def _on_startup(self) -> None:

@@ -14,6 +14,7 @@ from rvllm.server.errors import APIError, bad_request
 if TYPE_CHECKING:
     from rvllm.async_engine import AsyncEngine
     from rvllm.chat_template import ChatTemplate
+    from rvllm.llm import LLM
     from rvllm.tokenizer import Tokenizer
 
 
@@ -47,6 +48,21 @@ class ServedModel:
     timeout: float | None = None
     aliases: Sequence[str] = ()
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, llm: LLM, engine: AsyncEngine, config: ServerConfig) -> ServedModel:
+        """engine: over that of llm."""
+        max_model_len = llm.engine.max_model_len
+        return cls(
+            names=config.names,
+            aliases=config.aliases,
+            engine=engine,
+            tokenizer=llm.tokenizer,
+            chat_template=llm.chat_template,
+            max_model_len=max_model_len,
+            max_prompt_chars=max_model_len * llm.tokenizer.longest_token,
+            timeout=config.timeout,
+        )
 
     @property
     def name(self) -> str:
