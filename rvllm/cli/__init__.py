@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import bench, bench_serve, chat, generate, info, perplexity, pull, serve
+from rvllm.cli import batch, bench, bench_serve, chat, generate, info, perplexity, pull, serve
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
 COMMANDS = {
+    "batch": batch,
     "bench": bench,
     "bench serve": bench_serve,
     "chat": chat,
