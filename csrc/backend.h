@@ -14,8 +14,9 @@
 
 namespace rvllm {
 
-// Where the keys and values of one group of layers lie: those whose windows are alike, so that they need the same tokens.
-// A block that has left the window of all tokens of a request's part of the step is -1 in its table, and never read.
+// Where the keys and values of one group of layers lie: those whose windows are alike, so that they need the same
+// tokens. A block that has left the window of all tokens of a request's part of the step is -1 in its table, and never
+// read.
 struct BlockTables {
   int max_blocks = 0;
   const int32_t* slot_mapping = nullptr;  // [T]              block id * block_size + offset: where a token's K, V go
@@ -58,8 +59,8 @@ struct AttentionParams {
 
 enum class NormKind { kRms, kLayer };  // arXiv:1910.07467, arXiv:1607.06450
 
-// Normalizes each `cols` columns of a row alone, cols being the weight's. A weight with more than one row is [heads, cols]
-// and has a row for each of them.
+// Normalizes each `cols` columns of a row alone, cols being the weight's. A weight with more than one row is
+// [heads, cols] and has a row for each of them.
 struct Norm {
   const Weight* weight = nullptr;
   const Weight* bias = nullptr;  // [1, cols] or null; only of kLayer
@@ -130,8 +131,8 @@ class Backend {
   virtual void add(Tensor x, Tensor y, float scale) = 0;                        // x += scale * y
   virtual void add_gated(Tensor x, Tensor y, Tensor gate) = 0;                  // x += sigmoid(gate[T, 1]) * y
   virtual void gather_rows(Tensor out, Tensor x) = 0;                           // out[i] = x[logits_indices[i]]
-  // Of each row the column of its largest element, the first of equals, or -1 where one is no finite number; on the host,
-  // until the next call.
+  // Of each row the column of its largest element, the first of equals, or -1 where one is no finite number; on the
+  // host, until the next call.
   virtual const int32_t* argmax(Tensor x) = 0;
   virtual void scale_logits(Tensor x, float scale, float soft_cap) = 0;  // x *= scale, then soft_cap as in attention
 };

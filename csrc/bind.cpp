@@ -26,8 +26,8 @@ namespace {
 
 using IntArray = py::array_t<int32_t, py::array::c_style>;
 
-// A step's arrays, kept alive while native code reads them; slot_mapping [G, T] and block_tables [G, B, max_blocks] have
-// a part for each group of layers.
+// A step's arrays, kept alive while native code reads them; slot_mapping [G, T] and block_tables [G, B, max_blocks]
+// have a part for each group of layers.
 struct StepArrays {
   IntArray input_ids, positions, slot_mapping, query_start_loc, context_lens, block_tables, logits_indices;
 
@@ -109,7 +109,8 @@ ModelConfig model_config(const py::dict& d) {
   std::tie(c.temperature_scale, c.temperature_length) = d["attention_temperature"].cast<std::pair<double, int>>();
   for (auto& [inv_freq, scale] : d["rope_tables"].cast<std::vector<std::pair<std::vector<double>, double>>>())
     c.rope_tables.push_back({std::move(inv_freq), scale});
-  for (const auto& [rope, window] : d["layers"].cast<std::vector<std::pair<int, int>>>()) c.layers.push_back({rope, window});
+  for (const auto& [rope, window] : d["layers"].cast<std::vector<std::pair<int, int>>>())
+    c.layers.push_back({rope, window});
   return c;
 }
 
@@ -216,7 +217,8 @@ PYBIND11_MODULE(_core, m) {
                        uint32_t index, int min_tokens, int num_logprobs, std::vector<int32_t> prompt_token_ids,
                        std::vector<int32_t> stop_token_ids, std::vector<std::pair<int32_t, float>> logit_bias) {
              auto in_vocabulary = [&](int32_t id) {
-               check(id >= 0 && id < vocab_size, "[sampler] token id ", id, " is outside the vocabulary of ", vocab_size);
+               check(id >= 0 && id < vocab_size, "[sampler] token id ", id, " is outside the vocabulary of ",
+                     vocab_size);
              };
              for (int32_t id : prompt_token_ids) in_vocabulary(id);
              for (int32_t id : stop_token_ids) in_vocabulary(id);
@@ -239,7 +241,8 @@ PYBIND11_MODULE(_core, m) {
              const Sample sample = self.sample(row.data());
              return py::make_tuple(sample.token_id, entries(sample.logprobs));
            },
-           py::arg("logits"), "Samples from float32 [vocab_size]: (token id, None or [(token id, logprob, rank), ...]).")
+           py::arg("logits"),
+           "Samples from float32 [vocab_size]: (token id, None or [(token id, logprob, rank), ...]).")
       .def("set_allowed",
            [](Sampler& self, const IntArray& words) {
              self.set_allowed(std::vector<int32_t>(words.data(), words.data() + words.size()));

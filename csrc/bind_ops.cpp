@@ -86,7 +86,8 @@ struct NormWeights {
   std::unique_ptr<Weight> weight, bias;
   Norm norm;
 
-  NormWeights(Backend& backend, const FloatArray& values, const std::optional<FloatArray>& biases, float eps, NormKind kind)
+  NormWeights(Backend& backend, const FloatArray& values, const std::optional<FloatArray>& biases, float eps,
+              NormKind kind)
       : weight(vector_weight(backend, values)), bias(biases ? vector_weight(backend, *biases) : nullptr),
         norm{weight.get(), bias.get(), eps, kind} {}
 };
@@ -119,7 +120,8 @@ FloatArray norm_linear(Backend& backend, uint32_t type, int64_t n, const py::byt
 
 FloatArray activated_linear(Backend& backend, uint32_t type, int64_t n, const py::bytes& weight, const FloatArray& x,
                             Activation activation) {
-  const auto w = matrix_weight(backend, type, n, is_gated(activation) ? x.shape(1) / 2 : x.shape(1), weight, std::nullopt);
+  const int64_t k = is_gated(activation) ? x.shape(1) / 2 : x.shape(1);
+  const auto w = matrix_weight(backend, type, n, k, weight, std::nullopt);
   const DeviceMatrix in(backend, x), out(backend, x.shape(0), n);
   backend.activated_linear(out.tensor, in.tensor, activation, *w);
   backend.synchronize();
@@ -156,7 +158,8 @@ FloatArray mixture(Backend& backend, const FloatArray& logits, int num_used, boo
     backend.synchronize();
     return out.numpy();
   }
-  const auto down = expert_weight(backend, num_experts, is_gated(activation) ? gate_up->rows / 2 : gate_up->rows, *second);
+  const int64_t k = is_gated(activation) ? gate_up->rows / 2 : gate_up->rows;
+  const auto down = expert_weight(backend, num_experts, k, *second);
   const DeviceMatrix y(backend, rows, down->rows), out(backend, tokens, down->rows);
   backend.activated_expert_linear(y.tensor, h.tensor, activation, *down);
   backend.combine(out.tensor, y.tensor);
@@ -190,8 +193,8 @@ FloatArray scale_logits(Backend& backend, const FloatArray& x, float scale, floa
   return a.numpy();
 }
 
-// Stores k, v [T', KVH * D], then attends with q [T, H * D]: one layer of two steps, the first of which has all tokens of
-// the contexts, the second those that attend.
+// Stores k, v [T', KVH * D], then attends with q [T, H * D]: one layer of two steps, the first of which has all tokens
+// of the contexts, the second those that attend.
 FloatArray attention(Backend& backend, const FloatArray& q, const FloatArray& k, const FloatArray& v,
                      const IntArray& positions, const IntArray& slot_mapping, const IntArray& query_start_loc,
                      const IntArray& context_lens, const IntArray& block_tables, int num_blocks, int block_size,
@@ -237,7 +240,8 @@ void bind_ops(py::module_& m) {
   ops.def("rope", &rope, py::arg("backend"), py::arg("x"), py::arg("head_dim"), py::arg("cos_sin"),
           py::arg("interleaved"));
   ops.def("norm_linear", &norm_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"), py::arg("weight"),
-          py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("bias") = py::none(), py::arg("kind") = NormKind::kRms);
+          py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("bias") = py::none(),
+          py::arg("kind") = NormKind::kRms);
   ops.def("activated_linear", &activated_linear, py::arg("backend"), py::arg("ggml_type"), py::arg("n"),
           py::arg("weight"), py::arg("x"), py::arg("activation"));
   ops.def("mixture", &mixture, py::arg("backend"), py::arg("logits"), py::arg("num_used"), py::arg("normalized"),

@@ -51,8 +51,8 @@ void bind_profiler(py::module_& m) {
              for (const TimeLog& thread : b.recorder().threads) threads.append(slices(thread));
              return threads;
            },
-           "The caller's operations, then for each other thread its work, each as int64 [n, 3] of the operation's index "
-           "in rows, start and stop in ns, and the number of slices that were not kept.");
+           "The caller's operations, then for each other thread its work, each as int64 [n, 3] of the operation's "
+           "index in rows, start and stop in ns, and the number of slices that were not kept.");
 }
 
 }  // namespace rvllm

@@ -318,7 +318,8 @@ void Model::logits(const Batch& batch, float* out) {
   check_batch(batch);
   forward(batch);
   for_logits(batch, [&](int64_t first, Tensor logits) {
-    std::memcpy(out + first * logits.cols, backend_->download(logits), size_t(logits.rows * logits.cols) * sizeof(float));
+    const size_t bytes = size_t(logits.rows * logits.cols) * sizeof(float);
+    std::memcpy(out + first * logits.cols, backend_->download(logits), bytes);
   });
   backend_->end_step();
 }
@@ -350,7 +351,8 @@ std::vector<Sample> Model::step(const Batch& batch, const std::vector<LogitsRead
           sample = reader.sampler->sample(values);
         } else {
           check_logits(values, config_.vocab_size);
-          sample = {reader.token_id, log_probabilities(values, config_.vocab_size, reader.token_id, reader.num_best), {}};
+          sample = {reader.token_id,
+                    log_probabilities(values, config_.vocab_size, reader.token_id, reader.num_best), {}};
         }
       } catch (const std::exception& e) {
         sample.error = e.what();  // ends this request, not those beside it

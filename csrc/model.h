@@ -65,8 +65,8 @@ struct ModelConfig {
   std::vector<LayerConfig> layers;  // [num_layers]
 };
 
-// What a row of logits is wanted for: its sampler picks a token; without one, the log-probability of token_id and of the
-// num_best most likely tokens is computed.
+// What a row of logits is wanted for: its sampler picks a token; without one, the log-probability of token_id and of
+// the num_best most likely tokens is computed.
 struct LogitsReader {
   Sampler* sampler = nullptr;
   int32_t token_id = -1;

@@ -1,4 +1,4 @@
-// One request's way from the final hidden states of its tokens to an embedding. On the host, the same for every backend.
+// One request's way from the final hidden states of its tokens to an embedding, on the host for every backend.
 #pragma once
 
 #include <cstdint>

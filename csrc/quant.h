@@ -1,8 +1,8 @@
 // The GGUF tensor formats: block structs as they lie in the file, and their scalar decoding.
 //
-// A quantized weight is w = D * (q - zero) + M, or w = D * values[q], with integer codes q; D and M belong to a block of
-// 32 weights (or to 16 of them, as D * sub_scale). Decoding to codes is what repacking needs; decoding to floats is the
-// truth the kernels are tested against. No STL here: the ISA files include it.
+// A quantized weight is w = D * (q - zero) + M, or w = D * values[q], with integer codes q; D and M belong to a block
+// of 32 weights (or to 16 of them, as D * sub_scale). Decoding to codes is what repacking needs; decoding to floats is
+// the truth the kernels are tested against. No STL here: the ISA files include it.
 #pragma once
 
 #include <stdint.h>
@@ -31,7 +31,7 @@ struct BlockQ5_K { uint16_t d, dmin; uint8_t scales[12]; uint8_t qh[32]; uint8_t
 struct BlockQ6_K { uint8_t ql[128]; uint8_t qh[64]; int8_t scales[16]; uint16_t d; };
 struct BlockTQ1_0 { uint8_t qs[48]; uint8_t qh[4]; uint16_t d; };  // a byte: five digits of base 3 (qh: four)
 struct BlockTQ2_0 { uint8_t qs[64]; uint16_t d; };
-struct BlockIQ1_S { uint16_t d; uint8_t qs[32]; uint16_t qh[8]; };  // qh: 4 x 3 bits of index, 3 of scale, sign of delta
+struct BlockIQ1_S { uint16_t d; uint8_t qs[32]; uint16_t qh[8]; };  // qh: 4 x 3 bits of index, 3 of scale, a sign
 struct BlockIQ1_M { uint8_t qs[32]; uint8_t qh[16]; uint16_t scales[4]; };  // scales: 4 x 3 bits, 4 bits of d
 struct BlockIQ2_XXS { uint16_t d; struct { uint8_t qs[4]; uint32_t signs; } blocks[8]; };  // signs: 4 x 7, scale: 4
 struct BlockIQ2_XS { uint16_t d; uint16_t qs[32]; uint8_t scales[8]; };  // qs: 9 bits of index, 7 of signs

@@ -1,5 +1,5 @@
-// The decoders of the GGUF types whose codes are drawn from grids: a group of 8 weights (IQ3: 4) is one grid point, each
-// weight with its sign. A weight's code is its place on the grid's axis, and its sign above that.
+// The decoders of the GGUF types whose codes are drawn from grids: a group of 8 weights (IQ3: 4) is one grid point,
+// each weight with its sign. A weight's code is its place on the grid's axis, and its sign above that.
 #pragma once
 
 #include "quant.h"

@@ -19,7 +19,8 @@ double philox_uniform(uint64_t seed, uint64_t position, uint32_t index) {
   uint32_t k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
   for (int round = 0; round < 10; ++round) {
     const uint64_t a = uint64_t(0xD2511F53) * c[0], b = uint64_t(0xCD9E8D57) * c[2];
-    const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
+    const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b),
+                              uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
     std::memcpy(c, next, sizeof c);
     k[0] += 0x9E3779B9;
     k[1] += 0xBB67AE85;
@@ -239,7 +240,8 @@ int32_t Sampler::draw(const float* logits) {
     for (; i < candidates_.size(); ++i) {
       if (i == sorted) {
         const size_t next = std::min(candidates_.size(), std::max<size_t>(64, 4 * sorted));
-        std::partial_sort(candidates_.begin() + long(sorted), candidates_.begin() + long(next), candidates_.end(), better);
+        std::partial_sort(candidates_.begin() + long(sorted), candidates_.begin() + long(next), candidates_.end(),
+                          better);
         sorted = next;
       }
       sum += candidates_[i].first;

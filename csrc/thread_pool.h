@@ -43,8 +43,8 @@ class ThreadPool {
   // The loop under way. Written while no range is left to take, so only who takes one may trust what it read.
   std::atomic<const std::function<void(int64_t, int64_t, int)>*> body_{nullptr};
   std::atomic<int64_t> count_{0}, grain_{1};
-  // Generation of the loop in the high half, ranges not yet taken in the low half: one compare-and-swap takes a range of
-  // the right loop or none. So the caller never waits for a thread that has not started, which on a busy machine may
+  // Generation of the loop in the high half, ranges not yet taken in the low half: one compare-and-swap takes a range
+  // of the right loop or none. So the caller never waits for a thread that has not started, which on a busy machine may
   // take milliseconds to be scheduled; it does the work itself.
   std::atomic<uint64_t> state_{0};
   std::atomic<int64_t> finished_{0};  // ranges of the loop under way

@@ -74,7 +74,8 @@ inline void store_elements(CacheQ8, const float* x, int n, int8_t* out, int stri
     }
     const bool finite = poison == 0.0f;
     const float inverse = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
-    scales[int64_t(d / kKVScaleBlock) * scale_stride] = finite ? largest / 127.0f : __builtin_nanf("");  // one NaN everywhere
+    // One NaN everywhere.
+    scales[int64_t(d / kKVScaleBlock) * scale_stride] = finite ? largest / 127.0f : __builtin_nanf("");
     for (int i = 0; i < count; ++i)
       out[int64_t(d + i) * stride] = finite ? int8_t(__builtin_rintf(x[d + i] * inverse)) : int8_t(0);
   }
@@ -89,7 +90,8 @@ void store_kv(const float* k, const float* v, int head_dim, int block_size, int 
   if constexpr (Cache::kScaled) {
     const int64_t codes = kv_code_bytes(Cache::kType, head_dim, block_size);
     float* const k_scales = reinterpret_cast<float*>(block + codes) + slot;
-    float* const v_scales = reinterpret_cast<float*>(v_block + codes) + int64_t(slot) * ((head_dim + kKVScaleBlock - 1) / kKVScaleBlock);
+    const int64_t scales = (head_dim + kKVScaleBlock - 1) / kKVScaleBlock;
+    float* const v_scales = reinterpret_cast<float*>(v_block + codes) + slot * scales;
     store_elements(Cache(), k, head_dim, keys, block_size, k_scales, block_size);
     store_elements(Cache(), v, head_dim, values, 1, v_scales, 1);
   } else {
@@ -207,8 +209,8 @@ inline void soften(const AttentionArgs& args, int r, int begin, int from, int to
   *total = reduce_add(sum);
 }
 
-// values[r][d..] = sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many as there
-// are; positions in ascending order.
+// values[r][d..] = sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many as
+// there are; positions in ascending order.
 template <class Cache, int R, int C>
 inline void weigh_columns(const AttentionArgs& args, int row, int begin, int from, int to,
                           const float (*weights)[kPartition], float* values, int d) {
@@ -252,7 +254,8 @@ inline void weigh_columns(const AttentionArgs& args, int row, int begin, int fro
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) store(values + (row + r) * int64_t(padded_head_dim(args.head_dim)) + d + 16 * c, sum[r][c]);
+    for (int c = 0; c < C; ++c)
+      store(values + (row + r) * int64_t(padded_head_dim(args.head_dim)) + d + 16 * c, sum[r][c]);
 }
 
 template <class Cache, int R>
@@ -306,7 +309,8 @@ void attend_partition(const AttentionArgs& args, int begin, const AttentionPart&
   const int from = first > begin ? first : begin;  // what lies before may be gone
   const int to = last < begin + kPartition ? last : begin + kPartition;
   for_row_groups(args.rows, Score<Cache>{args, begin, from, to, scores});
-  for (int r = 0; r < args.rows; ++r) soften(args, r, begin, from / 16 * 16, to, scores[r], out.largest + r, out.total + r);
+  for (int r = 0; r < args.rows; ++r)
+    soften(args, r, begin, from / 16 * 16, to, scores[r], out.largest + r, out.total + r);
   for_row_groups(args.rows, Weigh<Cache>{args, begin, from, to, scores, out.values});
 }
 

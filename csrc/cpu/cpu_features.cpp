@@ -83,7 +83,8 @@ const Kernels& select_kernels(const std::string& isa) {
     if (name == table->name) return *table;
     names += (names.empty() ? "" : ", ") + std::string(table->name);
   }
-  for (const char* known : kKnownIsas) check(name != known, "isa '", name, "' is not available here; available: ", names);
+  for (const char* known : kKnownIsas)
+    check(name != known, "isa '", name, "' is not available here; available: ", names);
   fail("isa '", name, "' is unknown; available here: ", names);
 }
 

@@ -77,8 +77,8 @@ constexpr int64_t kv_code_bytes(KVType type, int head_dim, int block_size) {
 }
 
 constexpr int64_t kv_matrix_bytes(KVType type, int head_dim, int block_size) {
-  const int64_t scales = type == KVType::kQ8_0 ? int64_t((head_dim + kKVScaleBlock - 1) / kKVScaleBlock) * block_size : 0;
-  return kv_code_bytes(type, head_dim, block_size) + 4 * scales;
+  const int scales = type == KVType::kQ8_0 ? (head_dim + kKVScaleBlock - 1) / kKVScaleBlock : 0;
+  return kv_code_bytes(type, head_dim, block_size) + int64_t(4) * scales * block_size;
 }
 
 constexpr int padded_head_dim(int head_dim) { return (head_dim + 15) / 16 * 16; }
@@ -100,15 +100,15 @@ struct Kernels {
   // One row of a weight as floats [K].
   void (*unpack_row[kNumPackedTypes])(const UnpackRowArgs& args, float* out);
 
-  // Row t of x ([T, K], stride x_stride) to int8 blocks, for t in [begin, end). The scale of a block that holds an infinity
-  // or NaN is NaN.
+  // Row t of x ([T, K], stride x_stride) to int8 blocks, for t in [begin, end). The scale of a block that holds an
+  // infinity or NaN is NaN.
   void (*quantize_rows)(const float* x, int64_t x_stride, int k, const QuantizedRows& out, int begin, int end);
 
   // out[i] = x[i] / sqrt(mean(x^2) + eps) * weight[i] over n elements; out may be x. arXiv:1910.07467
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
 
-  // out[i] = (x[i] - mean) / sqrt(variance + eps) * weight[i] + bias[i] over n elements; bias may be null, out may be x.
-  // arXiv:1607.06450
+  // out[i] = (x[i] - mean) / sqrt(variance + eps) * weight[i] + bias[i] over n elements; bias may be null, out may be
+  // x. arXiv:1607.06450
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
 
   // Rotates dim elements of each of `heads` consecutive vectors of head_dim, in place. cos_sin: [dim / 2] cosines, then
@@ -129,12 +129,12 @@ struct Kernels {
   // x *= factor, and then x = soft_cap * tanh(x / soft_cap) unless soft_cap is 0.
   void (*scale)(float* x, float factor, float soft_cap, int n);
 
-  // Writes one head's K and V (D floats each) at offset `slot` of a block. Values beyond f16 saturate; infinities and NaN
-  // become NaN in f16 and in the scales of q8_0.
+  // Writes one head's K and V (D floats each) at offset `slot` of a block. Values beyond f16 saturate; infinities and
+  // NaN become NaN in f16 and in the scales of q8_0.
   void (*store_kv[kNumKVTypes])(const float* k, const float* v, int head_dim, int block_size, int slot, uint8_t* block);
 
-  // Softmax numerators of q K^T * scale and their sums of V over positions [begin, begin + kPartition), of which at least
-  // one row must see one; begin is a multiple of kPartition. arXiv:2309.06180
+  // Softmax numerators of q K^T * scale and their sums of V over positions [begin, begin + kPartition), of which at
+  // least one row must see one; begin is a multiple of kPartition. arXiv:2309.06180
   void (*attend_partition[kNumKVTypes])(const AttentionArgs& args, int begin, const AttentionPart& out);
 
   // Adds a partition to the sum of those before it. arXiv:1805.02867

@@ -72,8 +72,8 @@ void unpack(const uint8_t* p, int blocks, const Codebook* codebook, UnpackedChun
   }
 }
 
-// The sum of one row of a tile after block b of the chunk: low and high are dot products with its codes over all 32 k, or
-// over the first and the last 16 of a halved format. i: row and block in xq.
+// The sum of one row of a tile after block b of the chunk: low and high are dot products with its codes over all 32 k,
+// or over the first and the last 16 of a halved format. i: row and block in xq.
 template <int Type>
 inline Vec accumulate(const UnpackedChunk& u, int b, IVec low, IVec high, const QuantizedRows& x, int64_t i, Vec sum) {
   constexpr PackedFormat f = kFormats[Type];

@@ -105,7 +105,8 @@ void repack_tile(const TypeInfo& type, const uint8_t* rows, int64_t n, int64_t k
   if (!type.decode) {
     const int size = type.block_bytes;
     for (int c = 0; c < columns; ++c)
-      for (int64_t i = 0; i < k; ++i) std::memcpy(out + (i * kTileCols + c) * size, rows + c * row_bytes + i * size, size_t(size));
+      for (int64_t i = 0; i < k; ++i)
+        std::memcpy(out + (i * kTileCols + c) * size, rows + c * row_bytes + i * size, size_t(size));
     return;
   }
   const PackedFormat f = kFormats[int(packed)];

@@ -46,7 +46,8 @@ inline void dot_tiles(const uint8_t* codes, const int8_t* a, int64_t stride, int
 // tiles, and so is the rest where it is worth one: together with rows before it, whose products are then thrown away.
 // Returns the rows done.
 template <int Type>
-int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, int rows, float* sums) {
+int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, int rows,
+                   float* sums) {
   constexpr PackedFormat f = kFormats[Type];
   constexpr int kDepth = f.is_halved() ? 16 : 32;
   constexpr int kGroup = kTilesInFlight * kDepth / 32;  // blocks

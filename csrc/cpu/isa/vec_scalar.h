@@ -5,7 +5,7 @@ struct IVec { int32_t v[16]; };
 
 constexpr int kRows = 4;        // rows multiplied together, as registers allow
 constexpr int kColumnVecs = 1;  // vectors of V weighed together, likewise
-constexpr int kByteOffset = 0;  // added to signed 8-bit codes when they are unpacked, where dot_rows wants unsigned ones
+constexpr int kByteOffset = 0;  // added to signed 8-bit codes when they are unpacked, for a dot_rows of unsigned ones
 
 #define RVLLM_LANES(expr)                        \
   Vec out;                                       \
