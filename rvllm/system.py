@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -12,15 +13,25 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 def available_cpus() -> int:
     """Number of processors this process may run on: affinity, then the CPU quota of its control groups (at least 1)."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(affine_cpus(), cpu_quota())))
+
+
+def affine_cpus() -> int:
+    """Number of processors that this process's affinity allows."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota() -> float:
+    """Processors whose time the control groups grant, such as 1.5; infinity without a limit."""
+    quotas = [math.inf]
     for directory in _cgroup_directories("cpu"):
         quota, period = _read_words(directory / "cpu.max") or (
             _read_words(directory / "cpu.cfs_quota_us") + _read_words(directory / "cpu.cfs_period_us")
             or ["max", "100000"]
         )
         if quota not in ("max", "-1") and int(period) > 0:
-            cpus = min(cpus, max(1, int(quota) // int(period)))
-    return max(1, cpus)
+            quotas.append(int(quota) / int(period))
+    return min(quotas)
 
 
 def available_memory() -> int:
