@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import batch, bench, bench_serve, chat, generate, info, perplexity, pull, serve
+from rvllm.cli import batch, bench, bench_serve, chat, doctor, generate, info, perplexity, pull, serve
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": bench,
     "bench serve": bench_serve,
     "chat": chat,
+    "doctor": doctor,
     "generate": generate,
     "info": info,
     "perplexity": perplexity,

@@ -163,30 +163,28 @@ def _machine() -> dict[str, Any]:
 
 def _text(facts: Mapping[str, Any]) -> str:
     memory, machine = facts["memory"], facts["machine"]
-    needs = {"weights": _mib(memory["weights"])}
+    needs = {"weights": mib(memory["weights"])}
     if "error" in memory:
         needs["cannot run"] = memory["error"]
     else:
         needs["KV cache"] = f"{memory['kv_cache_per_token']} bytes a token"
-        needs["full context"] = (
-            f"{_mib(memory['kv_cache_per_context'])} for {memory['context_length']} tokens"
-        )
+        needs["full context"] = f"{mib(memory['kv_cache_per_context'])} for {memory['context_length']} tokens"
     return "\n".join(
         (
-            *_section("File", {"path": facts["file"], "GGUF version": facts["gguf_version"]}),
-            *_section("Metadata", facts["metadata"]),
-            *_section(
+            *section("File", {"path": facts["file"], "GGUF version": facts["gguf_version"]}),
+            *section("Metadata", facts["metadata"]),
+            *section(
                 "Tensors",
-                {k: f"{v['tensors']} tensors, {_mib(v['bytes'])}" for k, v in facts["tensors"].items()},
+                {k: f"{v['tensors']} tensors, {mib(v['bytes'])}" for k, v in facts["tensors"].items()},
             ),
             *_chat_section(facts["chat_template"]),
-            *_section("Memory", needs),
-            *_section(
+            *section("Memory", needs),
+            *section(
                 "Machine",
                 {
                     "ISA": f"{machine['isa']} (of {', '.join(machine['available_isas'])})",
                     "threads": machine["threads"],
-                    "free memory": _mib(machine["free_memory"]),
+                    "free memory": mib(machine["free_memory"]),
                 },
             ),
         )
@@ -197,12 +195,12 @@ def _chat_section(chat: Mapping[str, Any] | None) -> Iterator[str]:
     from rvllm.gguf_file import printable
 
     if chat is None or "error" in chat:
-        yield from _section(
+        yield from section(
             "Chat template", {"source": "none"} if chat is None else {"cannot be used": chat["error"]}
         )
         return
     told = "" if chat["knows_tools"] else "; the template knows no tools, so the system message tells of them"
-    yield from _section(
+    yield from section(
         "Chat template",
         {
             "tool calls": f"in the form {chat['tool_format']}{told}",
@@ -217,7 +215,8 @@ def _chat_section(chat: Mapping[str, Any] | None) -> Iterator[str]:
         yield from (f"  | {printable(line)}" for line in sample.split("\n"))
 
 
-def _section(title: str, entries: Mapping[str, Any]) -> Iterator[str]:
+def section(title: str, entries: Mapping[str, Any]) -> Iterator[str]:
+    """Lines of a title and what is below it; other things than strings are shown as JSON."""
     from rvllm.gguf_file import printable
 
     yield title
@@ -227,5 +226,5 @@ def _section(title: str, entries: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {printable(name):{width}}  {printable(text)}"
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
