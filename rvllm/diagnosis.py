@@ -243,7 +243,7 @@ def _advise_cores(found: Mapping[str, Any]) -> list[str]:
         hints.append(f"a control group's quota grants the time of {found['quota']:g} processors (cpu.max)")
     if found["load"] is not None and found["load"] > max(1.0, threads / 2):
         hints.append(
-            f"the load is {found['load']:.1f} with {threads} threads to use: programs that compete slow all of them down"
+            f"the load is {found['load']:.1f} with {threads} threads to use: whatever competes slows all of them"
         )
     return hints
 
