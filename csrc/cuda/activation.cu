@@ -1,7 +1,7 @@
 #include "cuda/kernels.h"
 #include "cuda/rows.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // grid: [T, columns / 256]; a thread makes one element.
@@ -22,4 +22,4 @@ void activate(Tensor out, Tensor x, Activation activation, cudaStream_t stream) 
   });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

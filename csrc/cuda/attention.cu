@@ -6,7 +6,7 @@
 
 #include "cuda/kv_elements.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 constexpr int kThreads = kPartition;  // each has one position while scores are made
@@ -272,4 +272,4 @@ void attention(const AttentionArgs& a, int num_units, int rows, int num_tokens, 
                unsigned((a.cache.head_dim + 31) / 32 * 32), 0, stream, a);
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

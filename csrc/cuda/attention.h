@@ -3,7 +3,7 @@
 #include "cuda/cuda_kv_cache.h"
 #include "cuda/kernels.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 constexpr int kPartition = 256;     // positions worked on at a time, and merged in ascending order, as on the CPU
 constexpr int kMaxQueryRows = 16;   // query rows (tokens x heads of one KV head) that share reads of keys and values
@@ -37,4 +37,4 @@ struct AttentionArgs {
 // Attention of num_units units. rows: the most query rows of a unit, at most kMaxQueryRows. arXiv:2309.06180
 void attention(const AttentionArgs& args, int num_units, int rows, int num_tokens, cudaStream_t stream);
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

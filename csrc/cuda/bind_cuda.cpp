@@ -8,6 +8,7 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_cuda, m) {
   using namespace rvllm;
+  using namespace rvllm::cuda;
   m.doc() = "rvllm on NVIDIA GPUs";
   py::module_::import("rvllm._core");  // has the class Backend
 

@@ -9,7 +9,7 @@
 #include "cuda/operations.h"
 #include "cuda/rows.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 constexpr int64_t kMaxPartitionBytes = int64_t(128) << 20;  // that attention may take beside the KV cache
@@ -206,7 +206,7 @@ void CudaBackend::embedding(Tensor out, const Weight& table, float scale) {
   const DeviceMatrix* const part = &static_cast<const CudaWeight&>(table).parts.front();
   const int* const ids = step_.input_ids;
   enqueue(with(signature(kEmbedding, out), part->data, ids, scale),
-          [=] { rvllm::embedding(out, *part, ids, scale, stream_); });
+          [=] { cuda::embedding(out, *part, ids, scale, stream_); });
 }
 
 NormRow CudaBackend::norm_row(Tensor x, const Norm& norm) const {
@@ -220,7 +220,7 @@ void CudaBackend::norm(Tensor out, Tensor x, const Norm& norm) {
   const int n = int(norm.weight->cols);
   const bool by_head = norm.weight->rows > 1;
   enqueue(with(signature(kNorm, out, x), row.weight, row.bias, row.eps, row.is_layer_norm, n),
-          [=] { rvllm::norm(out, x, row, n, by_head, stream_); });
+          [=] { cuda::norm(out, x, row, n, by_head, stream_); });
 }
 
 void CudaBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved) {
@@ -234,7 +234,7 @@ void CudaBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved)
     return;
   }
   const auto rotated = std::make_shared<Tensor>(x);
-  graphs_->add(key, [=] { rvllm::rope(*rotated, head_dim, cos_sin, interleaved, stream_); });
+  graphs_->add(key, [=] { cuda::rope(*rotated, head_dim, cos_sin, interleaved, stream_); });
   open_ = {};
   open_.num_noted = graphs_->num_noted();
   open_.rotated = rotated;
@@ -247,7 +247,7 @@ void CudaBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
   const auto& kv = static_cast<const CudaKVCache&>(cache);
   const KVLayout layout = kv.layer(layer);
   const int* const slots = step_.groups[size_t(cache.group)].slot_mapping;
-  enqueue(with(signature(kStoreKv, k, v), layout.data, slots), [=] { rvllm::store_kv(layout, k, v, slots, stream_); });
+  enqueue(with(signature(kStoreKv, k, v), layout.data, slots), [=] { cuda::store_kv(layout, k, v, slots, stream_); });
 }
 
 void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
@@ -304,28 +304,28 @@ void CudaBackend::add(Tensor x, Tensor y, float scale) {
     graphs_->extend(with(signature(kAdd, x, y), scale).value());
     return;
   }
-  enqueue(with(signature(kAdd, x, y), scale), [=] { rvllm::add(x, y, scale, stream_); });
+  enqueue(with(signature(kAdd, x, y), scale), [=] { cuda::add(x, y, scale, stream_); });
 }
 
 void CudaBackend::add_gated(Tensor x, Tensor y, Tensor gate) {
   enqueue(with(signature(kAddGated, x, y), gate.data, gate.stride),
-          [=] { rvllm::add_gated(x, y, gate, stream_); });
+          [=] { cuda::add_gated(x, y, gate, stream_); });
 }
 
 void CudaBackend::gather_rows(Tensor out, Tensor x) {
   const int* const rows = step_.logits_indices;
-  enqueue(with(signature(kGatherRows, out, x), rows), [=] { rvllm::gather_rows(out, x, rows, stream_); });
+  enqueue(with(signature(kGatherRows, out, x), rows), [=] { cuda::gather_rows(out, x, rows, stream_); });
 }
 
 const int32_t* CudaBackend::argmax(Tensor x) {
   const size_t bytes = size_t(x.rows) * sizeof(int);
   reserve(best_, int64_t(bytes), "the best tokens");
-  enqueue(signature(kArgmax, x), [=] { rvllm::argmax(best_.as<int>(), x, stream_); });
+  enqueue(signature(kArgmax, x), [=] { cuda::argmax(best_.as<int>(), x, stream_); });
   return static_cast<const int32_t*>(to_host(best_.memory.get(), bytes, bytes, 1));
 }
 
 void CudaBackend::scale_logits(Tensor x, float scale, float soft_cap) {
-  enqueue(with(signature(kScaleLogits, x), scale, soft_cap), [=] { rvllm::scale_logits(x, scale, soft_cap, stream_); });
+  enqueue(with(signature(kScaleLogits, x), scale, soft_cap), [=] { cuda::scale_logits(x, scale, soft_cap, stream_); });
 }
 
 // A copy of memory, which is read and written, and products of a size that every processor has several tiles of.
@@ -355,4 +355,4 @@ Ceilings CudaBackend::measure_ceilings() {
   return {2.0 * double(bytes) / copy, double(size) * double(size) * double(k) / product};
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

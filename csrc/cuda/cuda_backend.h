@@ -17,7 +17,7 @@
 #include "cuda/quantized_linear.h"
 #include "cuda/step_graphs.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 struct CudaOptions {
   int device = 0;
@@ -153,4 +153,4 @@ class CudaBackend final : public Backend {
   ExpertRows experts_;
 };
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -5,7 +5,7 @@
 #include "cuda/operations.h"
 #include "cuda/rows.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 void CudaBackend::linear(Tensor out, Tensor x, const Weight& weight) {
   Rows rows;
@@ -87,7 +87,7 @@ void CudaBackend::multiply_now(Tensor out, const Rows& rows, const Weight& weigh
   if (rows.kind == Rows::kNorm) {
     const NormRow row = norm_row(rows.x, rows.norm);
     if (needs_int8) quantize_norm(row, int8, count, k, stream_);
-    if (needs_floats) rvllm::norm(floats, rows.x, row, k, false, stream_);
+    if (needs_floats) cuda::norm(floats, rows.x, row, k, false, stream_);
   } else if (rows.kind == Rows::kActivated) {
     if (needs_int8) quantize_activated(rows.x, rows.activation, int8, k, experts.places, stream_);
     if (needs_floats) activate(floats, rows.x, rows.activation, stream_);
@@ -112,7 +112,7 @@ void CudaBackend::multiply_now(Tensor out, const Rows& rows, const Weight& weigh
       Tensor sum = columns;
       sum.data = here.rows;
       sum.stride = here.stride;
-      rvllm::add(sum, columns, here.scale, stream_);
+      cuda::add(sum, columns, here.scale, stream_);
     }
   }
 }
@@ -145,7 +145,7 @@ void CudaBackend::route(Tensor logits, const RouterParams& params) {
   e.tile_expert = e.choices + 8 * e.num_tiles;
   const ExpertRows rows = e;
   enqueue(with(signature(kRoute, logits), e.experts, params.num_used, params.normalized),
-          [=] { rvllm::route(logits, params, rows, stream_); });
+          [=] { cuda::route(logits, params, rows, stream_); });
 }
 
 void CudaBackend::expert_linear(Tensor out, Tensor x, const Weight& experts) {
@@ -172,7 +172,7 @@ void CudaBackend::activated_expert_linear(Tensor out, Tensor x, Activation activ
 void CudaBackend::combine(Tensor out, Tensor y) {
   const ExpertRows rows = experts_;
   enqueue(with(signature(kCombine, out, y), rows.weights, rows.num_used),
-          [=] { rvllm::combine(out, y, rows, stream_); });
+          [=] { cuda::combine(out, y, rows, stream_); });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -8,7 +8,7 @@
 #include "cuda/packed_weights.h"
 #include "host_tensor.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 constexpr int64_t kPieceBytes = 32 << 20;  // of weights packed at a time
@@ -134,4 +134,4 @@ std::unique_ptr<CudaVector> load_cuda_vector(const HostTensor& tensor) {
   return weight;
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -8,7 +8,7 @@
 #include "cuda/kernels.h"
 #include "thread_pool.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 class CudaWeight final : public Weight {
  public:
@@ -31,4 +31,4 @@ std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, 
                                              const std::vector<HostTensor>& biases);
 std::unique_ptr<CudaVector> load_cuda_vector(const HostTensor& tensor);
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -1,6 +1,6 @@
 #include "cuda/dequantize.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // One thread a weight; grid: [rows, columns / 256].
@@ -46,4 +46,4 @@ void add_bias(Tensor out, const float* bias, cudaStream_t stream) {
   rv::launch(add_bias_kernel, grid_of(out.rows, out.cols), 256, 0, stream, out.data, out.stride, bias, int(out.cols));
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

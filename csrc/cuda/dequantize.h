@@ -4,7 +4,7 @@
 #include "cuda/kernels.h"
 #include "cuda/unpack.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 template <class F>
 struct QuantizedWeights {
@@ -45,4 +45,4 @@ void with_weights(const DeviceMatrix& w, const F& f) {
     with_float_type(w.type, [&](auto value) { f(FloatWeights<decltype(value)>(w)); });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -6,7 +6,7 @@
 
 #include "cuda/gpu.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 inline std::shared_ptr<void> device_memory(size_t bytes, const char* what) {
   return std::shared_ptr<void>(device_malloc(bytes, what), [](void* p) { cudaFree(p); });
@@ -52,4 +52,4 @@ class Staging {
   size_t capacity_ = 0, used_ = 0;
 };
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -4,7 +4,7 @@
 
 #include "cuda/gpu.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 constexpr int kOrderedLanes = 16;  // of a sum: element i belongs to lane i % 16
 
@@ -93,4 +93,4 @@ __device__ __forceinline__ uint16_t float_to_bf16_bits(float x) {
 
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fc00000); }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

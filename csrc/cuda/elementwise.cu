@@ -1,7 +1,7 @@
 #include "cuda/device_math.h"
 #include "cuda/kernels.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // One thread an element; grid: [rows, columns / 256].
@@ -53,4 +53,4 @@ void gather_rows(Tensor out, Tensor x, const int* rows, cudaStream_t stream) {
   rv::launch(gather_kernel, grid_of(out), 256, 0, stream, out.data, out.stride, x.data, x.stride, rows, int(out.cols));
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -1,6 +1,6 @@
 #include "cuda/dequantize.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // One thread an element of a token's row; grid: [T, columns / 256].
@@ -22,4 +22,4 @@ void embedding(Tensor out, const DeviceMatrix& table, const int* ids, float scal
   });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -2,7 +2,7 @@
 #include "cuda/device_math.h"
 #include "cuda/kernels.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // A warp chooses for one token, in the order of csrc/cpu/expert_kernels.inl. grid: [T].
@@ -105,4 +105,4 @@ void combine(Tensor out, Tensor y, const ExpertRows& rows, cudaStream_t stream) 
              out.stride, y.data, y.stride, rows, int(out.cols));
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

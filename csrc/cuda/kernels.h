@@ -5,10 +5,11 @@
 #include <cstdint>
 
 #include "backend.h"
+#include "cuda/cuda_kv_cache.h"
 #include "cuda/gpu.h"
 #include "cuda/packed_weights.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 // A matrix on the device, or some rows of a stack of them. Quantized weights: tiles of packed_weights.h; float weights:
 // as in the file.
@@ -60,7 +61,6 @@ struct ExpertRows {
   int* tile_expert = nullptr;       // [tiles]   -1: none
 };
 
-struct KVLayout;
 // What a product is added to as well: rows += scale * product.
 struct Residual {
   float* rows = nullptr;  // [T, N]; null: nothing
@@ -102,4 +102,4 @@ void add_bias(Tensor out, const float* bias, cudaStream_t stream);
 void route(Tensor logits, const RouterParams& params, const ExpertRows& out, cudaStream_t stream);
 void combine(Tensor out, Tensor y, const ExpertRows& rows, cudaStream_t stream);
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -4,7 +4,7 @@
 #include "cuda/cuda_kv_cache.h"
 #include "cuda/device_math.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 struct CacheF32 {
   using Element = float;
@@ -49,4 +49,4 @@ void with_kv_type(KVType type, const F& f) {
   }
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

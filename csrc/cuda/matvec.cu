@@ -3,7 +3,7 @@
 // depend on the others. Reads of W are 16 bytes a lane; bound by memory.
 #include "cuda/dequantize.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 constexpr int kTokens = 8;  // multiplied together
@@ -84,4 +84,4 @@ void matvec(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias, cons
   });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

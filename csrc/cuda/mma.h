@@ -7,7 +7,7 @@
 
 #include "cuda/gpu.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 #if defined(RV_EMU)
 __device__ RV_EMU_NO_TSAN inline void mma_k16(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) {
@@ -52,4 +52,4 @@ __device__ __forceinline__ void mma_k32(int (&c)[4], const uint32_t (&a)[4], uin
 #endif
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

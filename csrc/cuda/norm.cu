@@ -1,7 +1,7 @@
 #include "cuda/kernels.h"
 #include "cuda/rows.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // grid: [T, heads]; a block normalizes n columns of a row, out of which every thread writes each blockDim.x-th.
@@ -21,4 +21,4 @@ void norm(Tensor out, Tensor x, const NormRow& row, int n, bool by_head, cudaStr
              n, by_head);
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -4,7 +4,7 @@
 #include "cuda/step_graphs.h"
 #include "tensor.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 enum Op : int {
   kEmbedding, kNorm, kLinear, kRope, kStoreKv, kAttention, kRoute, kCombine, kAdd, kAddGated, kGatherRows, kArgmax,
@@ -21,4 +21,4 @@ Signature with(Signature s, const Values&... values) {
   return s;
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

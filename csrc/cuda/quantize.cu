@@ -1,7 +1,7 @@
 #include "cuda/kernels.h"
 #include "cuda/rows.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // A warp makes blocks of 32 k of one row, lane k element k. grid: [rows, parts of the row].
@@ -58,4 +58,4 @@ void quantize_activated(Tensor x, Activation activation, const QuantizedRows& ou
   });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

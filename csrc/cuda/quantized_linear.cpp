@@ -1,6 +1,6 @@
 #include "cuda/quantized_linear.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens, const ExpertRows& experts,
                       const float* bias, float* out, int64_t out_stride, const Residual& residual, int num_processors,
@@ -30,4 +30,4 @@ void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens,
   });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

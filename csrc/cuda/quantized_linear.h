@@ -2,7 +2,7 @@
 
 #include "cuda/kernels.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 struct QuantizedLinearArgs {
   const uint8_t* weight;  // tiles
@@ -34,4 +34,4 @@ void quantized_linear(const DeviceMatrix& w, const QuantizedRows& x, int tokens,
 template <class F>
 void quantized_linear_of(const QuantizedLinearArgs& args, int warps, int num_processors, cudaStream_t stream);
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -10,7 +10,7 @@
 #include "cuda/quantized_linear.h"
 #include "cuda/unpack.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // Integers below 2^22 added to the bits of this float change its value by as much: no conversion is needed.
@@ -226,4 +226,4 @@ void quantized_linear_of(const QuantizedLinearArgs& args, int warps, int num_pro
     launch_format<F, kMost, 2>(args, 1, num_processors, stream);
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -1,6 +1,6 @@
 #include "cuda/quantized_linear.inl"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 template void quantized_linear_of<FormatQ2_K>(const QuantizedLinearArgs&, int, int, cudaStream_t);
 template void quantized_linear_of<FormatQ3_K>(const QuantizedLinearArgs&, int, int, cudaStream_t);
@@ -8,4 +8,4 @@ template void quantized_linear_of<FormatQ4_K>(const QuantizedLinearArgs&, int, i
 template void quantized_linear_of<FormatQ5_K>(const QuantizedLinearArgs&, int, int, cudaStream_t);
 template void quantized_linear_of<FormatQ6_K>(const QuantizedLinearArgs&, int, int, cudaStream_t);
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -1,7 +1,7 @@
 #include "cuda/device_math.h"
 #include "cuda/kernels.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 // A thread rotates one pair of one head of one token. grid: [T, pairs of all heads / 128]. arXiv:2104.09864
@@ -27,4 +27,4 @@ void rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved, cudaStream_t
              x.stride, heads, head_dim, cos_sin.data, half, interleaved);
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -5,7 +5,7 @@
 #include "activation.h"
 #include "cuda/device_math.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 constexpr int kRowChunk = 2048;  // elements in shared memory at a time
 
@@ -104,4 +104,4 @@ void with_activation(Activation activation, const float* x, int64_t stride, int 
   }
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -3,7 +3,7 @@
 #include "cuda/device_math.h"
 #include "cuda/kernels.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 struct Best {
@@ -54,4 +54,4 @@ void argmax(int* out, Tensor x, cudaStream_t stream) {
   rv::launch(argmax_kernel, unsigned(x.rows), 1024, 0, stream, out, x.data, x.stride, int(x.cols));
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 namespace {
 constexpr size_t kMaxGraphs = 128;  // shapes of steps that are kept
@@ -84,4 +84,4 @@ void StepGraphs::forget() {
   ages_.clear();
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -11,7 +11,7 @@
 
 #include "cuda/gpu.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 // A number that stands for a list of values.
 class Signature {
@@ -83,4 +83,4 @@ class StepGraphs {
   int num_replayed_ = 0;
 };
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -1,7 +1,7 @@
 #include "cuda/kernels.h"
 #include "cuda/kv_elements.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 namespace {
 
 struct StoreArgs {
@@ -53,4 +53,4 @@ void store_kv(const KVLayout& cache, Tensor k, Tensor v, const int* slots, cudaS
   });
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda

@@ -4,7 +4,7 @@
 #include "cuda/device_math.h"
 #include "cuda/packed_weights.h"
 
-namespace rvllm {
+namespace rvllm::cuda {
 
 // Four bytes of a table of 16, picked by the four nibbles of `codes`.
 __device__ __forceinline__ uint32_t look_up(const uint4& table, uint32_t codes) {
@@ -158,4 +158,4 @@ __device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const 
   return w;
 }
 
-}  // namespace rvllm
+}  // namespace rvllm::cuda
