@@ -26,6 +26,7 @@ _USUAL_VALUES = {
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
     "expert_gating_func": 1,  # softmax
+    "expert_group_count": 1,
     "expert_weights_scale": 1.0,
     "rope.dimension_sections": None,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -465,6 +466,8 @@ class _Reader:
                 f"expected F32 of shape {(dim // 2,)}"
             )
         factors = tensor.data.view("<f4").astype(np.float64)
-        if not (np.isfinite(factors).all() and (factors > 0).all()):
-            raise GGUFError(f"{self.gguf.path}: {name}: factors must be positive numbers")
+        least, most = float(_FLOAT32.tiny), float(1 / _FLOAT32.tiny)
+        wrong = factors[~((least <= factors) & (factors <= most))]
+        if wrong.size:
+            raise GGUFError(f"{self.gguf.path}: {name}: {wrong[0]:g} is not between {least:g} and {most:g}")
         return factors

@@ -274,10 +274,11 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
         if tensor is None:
             return None
         unused.discard(name)
-        if len(tensor.shape) == 3 and config.num_experts:
-            if tensor.shape[0] != config.num_experts:
+        if name.endswith("_exps.weight"):
+            num_experts = tensor.shape[0] if len(tensor.shape) == 3 else 1  # writers drop a dimension of 1
+            if num_experts != config.num_experts:
                 raise GGUFError(
-                    f"{gguf.path}: {name}: of {tensor.shape[0]} experts, expected {config.num_experts}"
+                    f"{gguf.path}: {name}: of {num_experts} experts, expected {config.num_experts}"
                 )
         elif len(tensor.shape) not in (1, 2):
             raise GGUFError(f"{gguf.path}: {name}: {len(tensor.shape)} dimensions, expected 1 or 2")
@@ -313,7 +314,24 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
             f"{gguf.path}: {printable(name)}{more}: {config.architecture} models with such a tensor are not "
             f"supported; supported: {printable(known)}"
         )
+    _check_layers_alike(gguf)
     return model
+
+
+def _check_layers_alike(gguf: GGUFFile) -> None:
+    """A bias or a gate that other layers have is missing, not absent: without it every answer would be wrong."""
+    layers: dict[int, set[str]] = {}
+    for name in gguf.tensors:
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if match and not _is_read_elsewhere(name):
+            layers.setdefault(int(match[1]), set()).add(match[2])
+    names = set().union(*layers.values())
+    for layer, found in sorted(layers.items()):
+        if found != names:
+            name = f"blk.{layer}.{min(names - found)}"
+            raise GGUFError(f"{gguf.path}: {printable(name)}: tensor is missing, other layers have one")
+    if "attn_norm.bias" in names and "output_norm.bias" not in gguf.tensors:
+        raise GGUFError(f"{gguf.path}: output_norm.bias: tensor is missing, the layers' norms have one")
 
 
 def _is_read_elsewhere(name: str) -> bool:

@@ -217,6 +217,9 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         ("starcoder2", "blk.0.ffn_up.weight"),
         ("llama", "blk.0.ffn_norm.weight"),
         ("llama", "blk.0.ffn_gate.weight"),
+        ("starcoder2", "blk.1.attn_output.bias"),
+        ("stablelm", "blk.0.attn_norm.bias"),
+        ("stablelm", "output_norm.bias"),
     ):
         gguf = GGUFFile(write(name, tmp_path))
         del gguf.tensors[tensor]

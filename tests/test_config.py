@@ -149,7 +149,7 @@ def test_vocabulary_must_fit_the_embedding(tmp_path: Path) -> None:
         ModelConfig.from_gguf(gguf)
 
 
-@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0] * 9, [0.0] * 8, [math.nan] * 8])
+@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0] * 9, [0.0] * 8, [math.nan] * 8, [1e-45] * 8])
 def test_rope_factors_are_checked(tmp_path: Path, factors: list[float]) -> None:
     path = tmp_path / "m.gguf"
     write_tiny_model(path, rope_freqs=factors)

@@ -124,6 +124,7 @@ def test_profile_names_what_a_mixture_does(tmp_path: Path) -> None:
         ("qwen3moe", "expert_count", 8, r"blk\.0\.ffn_gate_inp\.weight: shape \[7, 64\], expected \[8, 64\]"),
         ("qwen3moe", "expert_count", 0, r"blk\.0\.ffn_gate\.weight: tensor is missing"),
         ("qwen3moe", "expert_feed_forward_length", 31, r"ffn_gate_exps\.weight: shape \[224, 64\], expected \[217"),
+        ("qwen3moe", "expert_group_count", 2, r"qwen3moe\.expert_group_count: 2 is not supported; supported: 1"),
         ("qwen3", "expert_count", 4, r"qwen3\.expert_count: 4, but mixtures of experts are not supported here"),
         ("llama", "expert_count", 4, r"llama\.expert_used_count: missing"),
     ],
@@ -143,6 +144,9 @@ def test_wrong_keys_are_named(tmp_path: Path, arch: str, key: str, value: int, m
         ("gpt-oss", "blk.0.attn_sinks.weight", r"blk\.0\.attn_sinks\.weight: tensor is missing"),
         ("gpt-oss", "blk.0.post_attention_norm.weight", r"blk\.0\.post_attention_norm\.weight: tensor is miss"),
         ("qwen2moe", "blk.0.ffn_gate_inp.weight", r"blk\.0\.ffn_gate_inp\.weight: tensor is missing"),
+        ("gpt-oss", "blk.1.ffn_down_exps.bias", r"blk\.1\.ffn_down_exps\.bias: tensor is missing, other layers"),
+        ("gpt-oss", "blk.0.ffn_gate_inp.bias", r"blk\.0\.ffn_gate_inp\.bias: tensor is missing, other layers"),
+        ("qwen2moe", "blk.1.ffn_gate_inp_shexp.weight", r"blk\.1\.ffn_gate_inp_shexp\.weight: tensor is missing,"),
         ("qwen2moe", "blk.0.ffn_down_shexp.weight", r"blk\.0\.ffn_down_shexp\.weight: tensor is missing"),
     ],
 )  # fmt: skip
@@ -165,3 +169,14 @@ def test_tensor_of_another_number_of_experts_is_named(tmp_path: Path) -> None:
     config = ModelConfig.from_gguf(gguf)
     with pytest.raises(GGUFError, match=r"blk\.0\.ffn_up_exps\.weight: of 32 experts, expected 7"):
         ModelRunner(gguf, config, EngineConfig(num_blocks=4))
+
+
+def test_experts_in_one_matrix_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, "qwen3moe")
+    gguf = GGUFFile(path)
+    tensor = gguf.tensors["blk.0.ffn_up_exps.weight"]
+    flat = (tensor.shape[0] * tensor.shape[1], tensor.shape[2])
+    gguf.tensors[tensor.name] = type(tensor)(tensor.name, tensor.type, tensor.type_id, flat, tensor.data)
+    with pytest.raises(GGUFError, match=r"blk\.0\.ffn_up_exps\.weight: of 1 experts, expected 7"):
+        ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig(num_blocks=4))
