@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from cli_run import Run
-from server_client import TEMPLATE, wait_until
+from server_client import TEMPLATE
 from tiny_gguf import write_tiny_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -160,30 +160,41 @@ def many(count: int) -> list[dict[str, Any]]:
     ]
 
 
+# A run that is killed while it writes half of its 20th line.
+KILLED = """
+import os, signal, sys
+from rvllm.cli import main
+write, calls = os.write, []
+def write_and_die(file, data):
+    calls.append(file)
+    if len(calls) == 20:
+        write(file, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(file, data)
+from rvllm.server import batch_file
+batch_file.os.write = write_and_die
+main(sys.argv[1:])
+"""
+
+
 def test_a_killed_run_goes_on_and_gives_the_answers_of_one_go(
-    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], model: Path
 ) -> None:
-    write(Path("in.jsonl"), many(120))
+    write(Path("in.jsonl"), many(60))
     options = arguments(model, "-np", "3", "--seed", "5")
-    output, log = tmp_path / "out.jsonl", tmp_path / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "rvllm", *options], stderr=file)
-    wait_until(lambda: process.poll() is not None or (output.exists() and output.stat().st_size > 4000), 60)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, log.read_text()
+    output = Path("out.jsonl")
+    killed = subprocess.run([sys.executable, "-c", KILLED, *options], capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     before = output.read_bytes()
-    num_whole = before.count(b"\n")
-    assert 0 < num_whole < 120
-    with output.open("ab") as half:  # whether the kill has torn a line is chance
-        half.write(before[:100] if before.endswith(b"\n") else b"")
+    assert before.count(b"\n") == 19 and not before.endswith(b"\n")
     resumed = Run(capsys, *options)
-    assert (resumed.status, resumed.err) == (0, "rvllm: 120 of 120 requests answered\n")
+    assert (resumed.status, resumed.err) == (0, "rvllm: 60 of 60 requests answered\n")
     assert output.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
     answers = bodies(output)
 
     output.unlink()
     assert Run(capsys, *options).status == 0
-    assert bodies(output) == answers and answers.keys() == {f"r{i}" for i in range(120)}
+    assert bodies(output) == answers and answers.keys() == {f"r{i}" for i in range(60)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -259,6 +270,12 @@ def test_files_that_are_no_output_are_left_alone(capsys: pytest.CaptureFixture[s
         assert Path("out.jsonl").read_text() == content
     Run(capsys, "batch", "in.jsonl", "in.jsonl").assert_refused("INPUT and OUTPUT are the same file")
     Run(capsys, "batch", "in.jsonl", "/dev/null").assert_refused("/dev/null: must be a file")
+    source, sink = os.pipe()
+    os.close(sink)
+    Run(capsys, "batch", f"/dev/fd/{source}", "new.jsonl").assert_refused(
+        "must be a file, which is read twice"
+    )
+    os.close(source)
     Run(capsys, "batch", "missing.jsonl", "new.jsonl").assert_refused("missing.jsonl: No such file")
     assert not Path("new.jsonl").exists()
 
@@ -336,3 +353,22 @@ def test_the_input_in_the_docs_is_answered(capsys: pytest.CaptureFixture[str], m
     Path("in.jsonl").write_text(found[1])
     assert Run(capsys, *arguments(model)).status == 0
     assert bodies(Path("out.jsonl")).keys() == {"one", "two", "three"}
+
+
+def test_the_seed_of_a_request_comes_from_the_run_and_its_custom_id(
+    capsys: pytest.CaptureFixture[str], model: Path
+) -> None:
+    def texts(seed: int, output: str) -> dict[str, str]:
+        options = arguments(model, "--seed", str(seed))
+        options[2] = output
+        assert Run(capsys, *options).status == 0
+        answers = {entry["custom_id"]: entry["response"]["body"] for entry in entries(Path(output))}
+        return {custom_id: body["choices"][0]["text"] for custom_id, body in answers.items()}
+
+    body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True, "temperature": 1}
+    write(Path("in.jsonl"), [line("a", **body), line("b", **body), line("own", **body, seed=3)])
+    first, second = texts(1, "first.jsonl"), texts(2, "second.jsonl")
+    assert len({*first.values(), *second.values()}) == 5  # all but that with a seed of its own
+    assert first["own"] == second["own"]
+    write(Path("in.jsonl"), [line("own", **body, seed=3), line("b", **body), line("a", **body)])
+    assert texts(1, "third.jsonl") == first

@@ -89,10 +89,12 @@ class InputFile:
 
     @classmethod
     def read(cls, path: Path) -> InputFile:
-        """Raises OSError."""
+        """Raises OSError, and ValueError for a pipe."""
         found = cls(path)
         offset = 0
         with path.open("rb") as file:
+            if not file.seekable():
+                raise ValueError(f"{path}: must be a file, which is read twice")
             for number, line in enumerate(file, 1):
                 start, offset = offset, offset + len(line)
                 if number == 1 and line.startswith(BOM_UTF8):
