@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import build_emulated
 
@@ -19,7 +20,8 @@ def main(variant: str, *arguments: str) -> None:
         os.environ["ASAN_OPTIONS"] = "detect_leaks=0:detect_stack_use_after_return=0"
         os.environ["TSAN_OPTIONS"] = "halt_on_error=1:exitcode=66"
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+    # Not -m pytest, which would import the checkout's uncompiled rvllm before the installed one.
+    os.execv(sys.executable, [sys.executable, str(Path(sys.executable).with_name("pytest")), *arguments])
 
 
 if __name__ == "__main__":
