@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rvllm.cli.arguments import add_engine_arguments, load_llm
+from rvllm.cli.arguments import add_engine_arguments, load_chat_llm
 from rvllm.cli.errors import CommandError, one_line, user_errors
 
 if TYPE_CHECKING:
@@ -95,18 +95,11 @@ def _run(args: argparse.Namespace, source: InputFile, output: OutputFile) -> int
 def _answer(args: argparse.Namespace, source: InputFile, output: OutputFile) -> int | None:
     """Answers what is left; returns the signal that ended it early."""
     from rvllm.async_engine import AsyncEngine
-    from rvllm.chat_template import ChatTemplate
-    from rvllm.chat_templates import read_template
     from rvllm.server.app import create_app
     from rvllm.server.served_model import ServedModel
 
     config = _config(args)
-    with user_errors():
-        template = None if args.chat_template is None else read_template(args.chat_template)
-    llm = load_llm(args)
-    if template is not None:
-        with user_errors():
-            llm.chat_template = ChatTemplate.from_source(template, llm.tokenizer)
+    llm = load_chat_llm(args)
     app = create_app(config)
     engine = AsyncEngine(llm.engine, max_queue=MAX_QUEUE, observer=app.state.metrics)
     engine.start()
@@ -148,9 +141,7 @@ async def _run_until_signal(
         if not stopped_by:
             raise
     except (EngineDeadError, ValueError) as error:
-        raise CommandError(
-            f"{one_line(error)}; {_count(source, output)}, the same command goes on"
-        ) from error
+        raise CommandError(f"{one_line(error)}; {_count(source, output)}, {GO_ON}") from error
     finally:
         progress.end()
     return stopped_by[0] if stopped_by else None

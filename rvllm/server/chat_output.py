@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rvllm.reasoning_formats import ReasoningFormat, find_reasoning
@@ -79,13 +79,13 @@ class TurnFormat:
                     )
             return cls(reasoning, thinks, find_format(source), schemas, is_parallel)
         name = choice.function.name if isinstance(choice, NamedTool) else None
-        after = reasoning.end if reasoning is not None and thinks else None
+        turn = cls(reasoning, thinks, JSON, schemas, is_parallel)
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
         try:
-            forced = forced_calls(tools, name, is_parallel, after)
+            forced = forced_calls(tools, name, is_parallel, turn.after)
         except ValueError as error:
             raise bad_request(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from None
-        return cls(reasoning, thinks, JSON, schemas, is_parallel, forced)
+        return replace(turn, forced=forced)
 
 
 class Turn:

@@ -18,9 +18,7 @@ from typing import Any
 import uvicorn
 
 from rvllm.async_engine import AsyncEngine
-from rvllm.chat_template import ChatTemplate
-from rvllm.chat_templates import read_template
-from rvllm.cli.arguments import load_llm
+from rvllm.cli.arguments import load_chat_llm
 from rvllm.cli.errors import user_errors
 from rvllm.server.app import create_app
 from rvllm.server.connection import Connection
@@ -80,11 +78,7 @@ class Server:
     def _load(self) -> None:
         args, config = self._args, self._config
         try:
-            with user_errors():
-                source = None if args.chat_template is None else read_template(args.chat_template)
-            llm = load_llm(args, args.seed)
-            if source is not None:
-                llm.chat_template = ChatTemplate.from_source(source, llm.tokenizer)
+            llm = load_chat_llm(args, args.seed)
             with user_errors():
                 engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
         except Exception as error:  # whatever it is, the main thread raises it
