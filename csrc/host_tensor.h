@@ -1,11 +1,13 @@
 // Reading tensors of the model file, the same for every backend.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "check.h"
 #include "quant.h"
 #include "tensor.h"
+#include "thread_pool.h"
 
 namespace rvllm {
 
@@ -26,6 +28,42 @@ inline std::vector<float> to_floats(const HostTensor& t, const char* backend) {
   dequantize_row(checked_type(t, backend), t.data, values.data(), t.rows * t.cols);
   if (t.consumed) t.consumed(t.bytes);
   return values;
+}
+
+// Rows that each expert has of a tensor [experts * N, K]. Throws invalid_argument naming the tensor.
+inline int64_t rows_of_expert(const HostTensor& t, int num_experts) {
+  check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not the same number for each of ", num_experts,
+        " experts");
+  return t.rows / num_experts;
+}
+
+// Goes through the tiles of `tile_rows` rows of all experts, `piece` of them at a time, so that a large tensor is not
+// in memory twice: pack(rows of the tile's expert in the file, tile of the expert, tile of all) runs on threads, then
+// finish(first tile, number of tiles) once a piece.
+template <class Pack, class Finish>
+void for_tiles(ThreadPool& pool, const HostTensor& t, int num_experts, int tile_rows, int64_t piece, const Pack& pack,
+               const Finish& finish) {
+  const int64_t rows = rows_of_expert(t, num_experts), row_bytes = int64_t(t.bytes) / t.rows;
+  const int64_t tiles = (rows + tile_rows - 1) / tile_rows, all = tiles * num_experts;
+  for (int64_t first = 0; first < all; first += piece) {
+    const int64_t count = std::min(piece, all - first);
+    pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = first + begin; i < first + end; ++i) pack(t.data + i / tiles * rows * row_bytes, i % tiles, i);
+    });
+    finish(first, count);
+    const int64_t done = first + count;
+    if (t.consumed) t.consumed(size_t((done / tiles * rows + std::min(rows, done % tiles * tile_rows)) * row_bytes));
+  }
+}
+
+// All values of small tensors, one tensor after the other.
+inline std::vector<float> to_floats(const std::vector<HostTensor>& tensors, const char* backend) {
+  std::vector<float> all;
+  for (const HostTensor& t : tensors) {
+    const std::vector<float> values = to_floats(t, backend);
+    all.insert(all.end(), values.begin(), values.end());
+  }
+  return all;
 }
 
 }  // namespace rvllm

@@ -26,29 +26,19 @@ std::unique_ptr<Weight> CpuBackend::load_experts(int num_experts, const std::vec
   weight->cols = tensors.front().cols;
   for (const HostTensor& t : tensors) {
     const TypeInfo& type = checked_type(t, "CPU");
-    check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not divided by ", num_experts, " experts");
-    const int64_t row_bytes = int64_t(t.bytes) / t.rows;
     CpuWeight::Part part;
     part.type = packed_type(type);
     part.codebook = type.codebook;
-    part.rows = t.rows / num_experts;
+    part.rows = rows_of_expert(t, num_experts);
     part.first_row = weight->rows;
     part.tile_bytes = packed_tile_bytes(part.type, t.cols);
     const int64_t tiles = int64_t(num_experts) * part.tiles();
     part.data = arena_.take(size_t(tiles * part.tile_bytes));
-    // Piece by piece, so that a large tensor is not in memory twice.
     const int64_t piece = std::max<int64_t>(4 * pool_.size(), kPieceBytes / part.tile_bytes);
-    for (int64_t first = 0; first < tiles; first += piece) {
-      const int64_t count = std::min(piece, tiles - first);
-      pool_.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
-        for (int64_t i = first + begin; i < first + end; ++i)
-          repack_tile(type, t.data + i / part.tiles() * part.rows * row_bytes, part.rows, t.cols, i % part.tiles(),
-                      part.data + i * part.tile_bytes);
-      });
-      const int64_t done = first + count;
-      const int64_t rows = done / part.tiles() * part.rows + std::min(part.rows, done % part.tiles() * kTileCols);
-      if (t.consumed) t.consumed(size_t(rows * row_bytes));
-    }
+    const auto pack = [&](const uint8_t* rows, int64_t tile, int64_t i) {
+      repack_tile(type, rows, part.rows, t.cols, tile, part.data + i * part.tile_bytes);
+    };
+    for_tiles(pool_, t, num_experts, kTileCols, piece, pack, [](int64_t, int64_t) {});
     weight->rows += part.rows;
     weight->bytes += tiles * part.tile_bytes;
     weight->has_quantized |= type.decode != nullptr;

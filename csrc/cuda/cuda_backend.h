@@ -108,6 +108,9 @@ class CudaBackend final : public Backend {
     int64_t count = 0, cols = 0;
     const ExpertRows* experts = nullptr;
     int per_source = 1;
+
+    static Rows plain(Tensor x);
+    static Rows activated(Tensor x, Activation activation);
   };
 
   void use_device() const;

@@ -7,32 +7,33 @@
 
 namespace rvllm::cuda {
 
-void CudaBackend::linear(Tensor out, Tensor x, const Weight& weight) {
+CudaBackend::Rows CudaBackend::Rows::plain(Tensor x) {
   Rows rows;
   rows.x = x;
   rows.count = x.rows;
   rows.cols = x.cols;
-  multiply(out, rows, weight);
+  return rows;
 }
 
+CudaBackend::Rows CudaBackend::Rows::activated(Tensor x, Activation activation) {
+  Rows rows = plain(x);
+  rows.kind = kActivated;
+  rows.activation = activation;
+  if (is_gated(activation)) rows.cols /= 2;
+  return rows;
+}
+
+void CudaBackend::linear(Tensor out, Tensor x, const Weight& weight) { multiply(out, Rows::plain(x), weight); }
+
 void CudaBackend::norm_linear(Tensor out, Tensor x, const Norm& norm, const Weight& weight) {
-  Rows rows;
+  Rows rows = Rows::plain(x);
   rows.kind = Rows::kNorm;
-  rows.x = x;
   rows.norm = norm;
-  rows.count = x.rows;
-  rows.cols = x.cols;
   multiply(out, rows, weight);
 }
 
 void CudaBackend::activated_linear(Tensor out, Tensor x, Activation activation, const Weight& weight) {
-  Rows rows;
-  rows.kind = Rows::kActivated;
-  rows.x = x;
-  rows.activation = activation;
-  rows.count = x.rows;
-  rows.cols = is_gated(activation) ? x.cols / 2 : x.cols;
-  multiply(out, rows, weight);
+  multiply(out, Rows::activated(x, activation), weight);
 }
 
 bool CudaBackend::may_use_blas(const DeviceMatrix& w) const {
@@ -149,22 +150,15 @@ void CudaBackend::route(Tensor logits, const RouterParams& params) {
 }
 
 void CudaBackend::expert_linear(Tensor out, Tensor x, const Weight& experts) {
-  Rows rows;
-  rows.x = x;
+  Rows rows = Rows::plain(x);
   rows.count = out.rows;
-  rows.cols = x.cols;
   rows.experts = &experts_;
   rows.per_source = experts_.num_used;
   multiply(out, rows, experts);
 }
 
 void CudaBackend::activated_expert_linear(Tensor out, Tensor x, Activation activation, const Weight& experts) {
-  Rows rows;
-  rows.kind = Rows::kActivated;
-  rows.x = x;
-  rows.activation = activation;
-  rows.count = x.rows;
-  rows.cols = is_gated(activation) ? x.cols / 2 : x.cols;
+  Rows rows = Rows::activated(x, activation);
   rows.experts = &experts_;
   multiply(out, rows, experts);
 }

@@ -29,8 +29,6 @@ struct Place {
 void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMatrix& matrix, const Place& place,
           uint8_t* data) {
   const TypeInfo& type = *find_type(t.type);
-  const size_t row_bytes = t.bytes / size_t(t.rows);
-  const int64_t rows = t.rows / num_experts;  // of an expert
   if (matrix.format < 0) {
     for (int64_t done = 0; done < int64_t(t.bytes); done += kPieceBytes) {
       const size_t count = std::min(size_t(kPieceBytes), t.bytes - size_t(done));
@@ -41,21 +39,13 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMa
   }
   const int64_t piece = std::max<int64_t>(1, kPieceBytes / matrix.tile_bytes), tiles = place.tiles * num_experts;
   std::vector<uint8_t> packed(size_t(std::min(piece, tiles) * matrix.tile_bytes));
-  for (int64_t first = 0; first < tiles; first += piece) {
-    const int64_t count = std::min(piece, tiles - first);
-    pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t expert = (first + i) / place.tiles, tile = (first + i) % place.tiles;
-        pack_tile(type, t.data + size_t(expert * rows) * row_bytes, rows, t.cols, tile,
-                  packed.data() + i * matrix.tile_bytes);
-      }
-    });
+  const auto pack = [&](const uint8_t* rows, int64_t tile, int64_t i) {
+    pack_tile(type, rows, rows_of_expert(t, num_experts), t.cols, tile, packed.data() + i % piece * matrix.tile_bytes);
+  };
+  for_tiles(pool, t, num_experts, kTileRows, piece, pack, [&](int64_t first, int64_t count) {
     copy_to_device(data + place.offset + first * matrix.tile_bytes, packed.data(), size_t(count * matrix.tile_bytes),
                    "copying weights");
-    const int64_t last = first + count;
-    const int64_t done = last / place.tiles * rows + std::min(rows, last % place.tiles * kTileRows);
-    if (t.consumed) t.consumed(size_t(done) * row_bytes);
-  }
+  });
 }
 
 DeviceMatrix matrix_of(const HostTensor& t, int num_experts) {
@@ -63,7 +53,7 @@ DeviceMatrix matrix_of(const HostTensor& t, int num_experts) {
   DeviceMatrix m;
   m.type = type.type;
   m.cols = t.cols;
-  m.rows = t.rows / num_experts;
+  m.rows = rows_of_expert(t, num_experts);
   if (type.decode) {
     m.format = format_number(type);
     m.tile_bytes = packed_tile_bytes(m.format, t.cols);
@@ -88,8 +78,6 @@ std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, 
   std::vector<size_t> part_of;
   int64_t bytes = 0;
   for (const HostTensor& t : tensors) {
-    check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not the same number for each of ", num_experts,
-          " experts");
     DeviceMatrix m = matrix_of(t, num_experts);
     m.first_row = weight->rows;
     const int64_t tiles = (m.rows + kTileRows - 1) / kTileRows;
@@ -117,11 +105,7 @@ std::unique_ptr<CudaWeight> load_cuda_weight(ThreadPool& pool, int num_experts, 
   for (size_t i = 0; i < tensors.size(); ++i)
     copy(pool, tensors[i], num_experts, weight->parts[part_of[i]], places[i], data);
 
-  std::vector<float> bias;  // [parts][experts, rows of the part]
-  for (const HostTensor& t : biases) {
-    const std::vector<float> values = to_floats(t, "CUDA");
-    bias.insert(bias.end(), values.begin(), values.end());
-  }
+  const std::vector<float> bias = to_floats(biases, "CUDA");  // [parts][experts, rows of the part]
   if (!bias.empty()) weight->bias_memory = to_device(bias, "biases");
   return weight;
 }

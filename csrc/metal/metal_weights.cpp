@@ -23,7 +23,7 @@ MetalMatrix matrix_of(const HostTensor& t, int num_experts) {
   const TypeInfo& type = checked_type(t, "Metal");
   MetalMatrix m;
   m.type = type.type;
-  m.args.rows = int(t.rows / num_experts);
+  m.args.rows = int(rows_of_expert(t, num_experts));
   m.args.cols = int(t.cols);
   m.args.unit = 1.0f;
   if (!type.decode) return m;
@@ -48,18 +48,10 @@ void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const MetalMat
     if (t.consumed) t.consumed(t.bytes);
     return;
   }
-  const size_t row_bytes = t.bytes / size_t(t.rows);
-  const int64_t rows = t.rows / num_experts, tiles = (rows + kTileRows - 1) / kTileRows;  // of an expert
-  for (int64_t first = 0; first < tiles * num_experts; first += kTilesAtATime) {
-    const int64_t count = std::min(kTilesAtATime, tiles * num_experts - first);
-    pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = first + begin; i < first + end; ++i)
-        pack_tile(type, t.data + size_t(i / tiles * rows) * row_bytes, rows, t.cols, i % tiles,
-                  out + i * matrix.args.tile_bytes);
-    });
-    const int64_t last = first + count, done = last / tiles * rows + std::min(rows, last % tiles * kTileRows);
-    if (t.consumed) t.consumed(size_t(done) * row_bytes);
-  }
+  const auto pack = [&](const uint8_t* rows, int64_t tile, int64_t i) {
+    pack_tile(type, rows, matrix.args.rows, t.cols, tile, out + i * matrix.args.tile_bytes);
+  };
+  for_tiles(pool, t, num_experts, kTileRows, kTilesAtATime, pack, [](int64_t, int64_t) {});
 }
 
 }  // namespace
@@ -78,8 +70,6 @@ std::unique_ptr<MetalWeight> load_metal_weight(MetalDevice& device, ThreadPool& 
   std::vector<int64_t> offsets;
   int64_t bytes = 0;
   for (const HostTensor& t : tensors) {
-    check(t.rows % num_experts == 0, t.name, ": ", t.rows, " rows are not the same number for each of ", num_experts,
-          " experts");
     MetalMatrix m = matrix_of(t, num_experts);
     m.first_row = weight->rows;
     const int64_t tiles = (m.args.rows + kTileRows - 1) / kTileRows;
@@ -98,11 +88,7 @@ std::unique_ptr<MetalWeight> load_metal_weight(MetalDevice& device, ThreadPool& 
     weight->parts[i].data = data;
     copy(pool, tensors[i], num_experts, weight->parts[i], data);
   }
-  std::vector<float> bias;  // [parts][experts, rows of the part]
-  for (const HostTensor& t : biases) {
-    const std::vector<float> values = to_floats(t, "Metal");
-    bias.insert(bias.end(), values.begin(), values.end());
-  }
+  const std::vector<float> bias = to_floats(biases, "Metal");  // [parts][experts, rows of the part]
   if (!bias.empty()) weight->bias_memory = to_device(device, bias, "biases");
   return weight;
 }
