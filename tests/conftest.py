@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 from tiny_gguf import write_tiny_model
 
+from rvllm import _core
 from rvllm.models import DEFAULT_MODEL, ModelError, pull
 
 # How long an example takes says more of the machine than of the code.
@@ -47,3 +48,13 @@ def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     else:
         write_tiny_model(path, arch="gemma3", quant="Q8_0", layers=7, sliding_window=24, kv_heads=1)
     return path
+
+
+_BACKENDS = [(isa, threads) for isa in _core.available_isas() for threads in (1, 2)]
+
+
+@pytest.fixture(params=_BACKENDS, ids=lambda p: f"{p[0]}-{p[1]}")
+def backend(request: pytest.FixtureRequest) -> _core.CpuBackend:
+    """The CPU with each instruction set of this machine, alone and with two threads."""
+    isa, threads = request.param
+    return _core.CpuBackend(threads, isa)

@@ -19,12 +19,6 @@ Array = NDArray[np.float32]
 Experts = tuple[int, int, bytes, Array | None]
 
 
-@pytest.fixture(params=[(isa, threads) for isa in ISAS for threads in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
-def backend(request: pytest.FixtureRequest) -> _core.CpuBackend:
-    isa, threads = request.param
-    return _core.CpuBackend(threads, isa)
-
-
 def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from devices import CPU, DEVICES, VARIANT, Device, use_cuda
 from gguf import GGMLQuantizationType as GGMLType
-from test_ops import Step, normal
+from test_ops import Step, argmax_rows, normal
 from tiny_gguf import write_tiny_model
 
 from rvllm import LLM, SamplingParams, _core
@@ -41,12 +41,7 @@ def test_experts_that_are_chosen(backend: Any, num_experts: int) -> None:
 
 @pytest.mark.parametrize("n", [3, 31, 1000, 4099])
 def test_argmax(backend: Any, n: int) -> None:
-    x = normal(9, n)
-    x[1] = -7.0  # all alike
-    x[2, n // 2], x[3, n - 1], x[4, 0] = 99.0, 99.0, 99.0
-    x[5, n // 3 :] = 50.0  # the first of equals
-    for row, value in ((6, np.nan), (7, np.inf), (8, -np.inf)):
-        x[row, n // 2] = value
+    x = argmax_rows(n)
     np.testing.assert_array_equal(ops.argmax(backend, x), [*x[:6].argmax(axis=1), -1, -1, -1])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,25 +56,21 @@ def answers(outputs: list[RequestOutput]) -> tuple[list[list[int]], list[list[li
     return [choice.token_ids for choice in choices], logprobs
 
 
-@pytest.mark.parametrize("device", [d for d in DEVICES if d != CPU], ids=lambda device: device.name)
-@pytest.mark.parametrize("name", MODELS)
-def test_tokens_equal_those_of_the_cpu(
-    name: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.gguf"
+def check_tokens(name: str, path: Path, device: str, use: Callable[[], None]) -> None:
+    """A model of MODELS answers on a device of the engine, from use() on, as on the CPU."""
     write_tiny_model(path, **MODELS[name])
     settings = {
         "num_threads": 1,
-        # Products by F16 weights and more tokens are cuBLAS's, in half precision.
+        # Products by F16 weights and more tokens are the vendor's library's, in half precision.
         "max_num_batched_tokens": 16 if name.endswith("f16") else 32,
         "max_model_len": 128,
     }
     tokens, logprobs = answers(
         LLM(path, isa="scalar", **settings).generate(prompts(), PARAMS, use_tqdm=False)
     )
-    use_cuda(device, monkeypatch)
+    use()
     out_tokens, out_logprobs = answers(
-        LLM(path, device="cuda", **settings).generate(prompts(), PARAMS, use_tqdm=False)
+        LLM(path, device=device, **settings).generate(prompts(), PARAMS, use_tqdm=False)
     )
     assert out_tokens == tokens
     if name in FLOAT_MATRICES:
@@ -80,3 +78,11 @@ def test_tokens_equal_those_of_the_cpu(
         np.testing.assert_allclose(out_logprobs, logprobs, atol=MAX_ERROR)
     else:
         assert out_logprobs == logprobs
+
+
+@pytest.mark.parametrize("device", [d for d in DEVICES if d != CPU], ids=lambda device: device.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_those_of_the_cpu(
+    name: str, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_tokens(name, tmp_path / "model.gguf", "cuda", partial(use_cuda, device, monkeypatch))

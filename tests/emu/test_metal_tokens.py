@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from metal_devices import APPLE, METAL, SCHEDULES, MetalDevice
-from test_cuda_tokens import FLOAT_MATRICES, MAX_ERROR, MODELS, PARAMS, answers, prompts
+from test_cuda_tokens import MODELS, check_tokens
 from tiny_gguf import write_tiny_model
 
 from rvllm import LLM
@@ -23,27 +23,7 @@ RUNS = [
 def test_tokens_equal_those_of_the_cpu(
     name: str, device: MetalDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "model.gguf"
-    write_tiny_model(path, **MODELS[name])
-    # Beyond 16 tokens MPS multiplies by F16 weights, and activations are rounded to F16.
-    settings = {
-        "num_threads": 1,
-        "max_num_batched_tokens": 16 if name.endswith("f16") else 32,
-        "max_model_len": 128,
-    }
-    tokens, logprobs = answers(
-        LLM(path, isa="scalar", **settings).generate(prompts(), PARAMS, use_tqdm=False)
-    )
-    device.use(monkeypatch)
-    out_tokens, out_logprobs = answers(
-        LLM(path, device="metal", **settings).generate(prompts(), PARAMS, use_tqdm=False)
-    )
-    assert out_tokens == tokens
-    if name in FLOAT_MATRICES:
-        assert min(best - second for request in logprobs for best, second, *_ in request) > 2 * MAX_ERROR
-        np.testing.assert_allclose(out_logprobs, logprobs, atol=MAX_ERROR)
-    else:
-        assert out_logprobs == logprobs
+    check_tokens(name, tmp_path / "model.gguf", "metal", partial(device.use, monkeypatch))
 
 
 def test_kv_cache_leaves_memory_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
