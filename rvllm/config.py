@@ -52,6 +52,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None  # bytes; num_blocks wins when both are given
     kv_cache_dtype: str = "f16"  # of keys and values: one of KV_CACHE_DTYPES
     gpu_memory_utilization: float | None = None  # share of a GPU's memory for weights and KV cache together
+    num_replicas: int = 1  # engines like this one that share the memory, each an equal part
     prefill_compute: str = "auto"  # "f16" (cuda): many tokens by cuBLAS, not the same in any company
     enable_prefix_caching: bool = True
     num_threads: int | None = None
@@ -67,6 +68,7 @@ class EngineConfig:
             "block_size": (1, 4096),
             "num_blocks": (1, 2**30),
             "kv_cache_memory": (1, 2**62),
+            "num_replicas": (1, 1024),
             "num_threads": (1, 1024),
             "seed": (0, 2**64 - 1),
         }

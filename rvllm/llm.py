@@ -46,6 +46,7 @@ class LLM:
     num_blocks (for layers that see all tokens), kv_cache_memory (bytes): size of the KV cache; None: from free memory.
     kv_cache_dtype: f16, f32, bf16 or q8_0 (half the memory of f16, at some loss).
     gpu_memory_utilization: share of a GPU's memory that weights and the KV cache take together; None: 0.9.
+    num_replicas: processes like this one on the machine, which share its free memory out equally.
     prefill_compute: auto, int8, or on cuda f16: cuBLAS multiplies steps of many tokens, faster, but a request's numbers
     then depend on how many tokens are computed beside it.
     num_threads: None: the processors this process may use.
@@ -71,6 +72,7 @@ class LLM:
         kv_cache_memory: int | None = None,
         kv_cache_dtype: str = "f16",
         gpu_memory_utilization: float | None = None,
+        num_replicas: int = 1,
         prefill_compute: str = "auto",
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
@@ -89,6 +91,7 @@ class LLM:
             kv_cache_memory=kv_cache_memory,
             kv_cache_dtype=kv_cache_dtype,
             gpu_memory_utilization=gpu_memory_utilization,
+            num_replicas=num_replicas,
             prefill_compute=prefill_compute,
             enable_prefix_caching=enable_prefix_caching,
             num_threads=num_threads,

@@ -248,7 +248,7 @@ def _check_cuda_grid(max_num_batched_tokens: int, model_config: ModelConfig) -> 
 def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
     """Bytes that are free where the KV cache goes, and how many of them it takes by default."""
     if config.device == "cpu":
-        available = available_memory()
+        available = available_memory() // config.num_replicas
         return available, min(_DEFAULT_KV_CACHE_BYTES, available // 2)
     available, total = device.memory_info  # type: ignore[attr-defined]  # of a GPU's
     utilization = config.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION

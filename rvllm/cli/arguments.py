@@ -108,22 +108,22 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
 # fmt: on
 
 
-def load_chat_llm(args: argparse.Namespace, seed: int | None = None) -> LLM:
+def load_chat_llm(args: argparse.Namespace, seed: int | None = None, **settings: Any) -> LLM:
     """load_llm() with the chat template that --chat-template names. Raises CommandError."""
     from rvllm.chat_template import ChatTemplate
     from rvllm.chat_templates import read_template
 
     with user_errors():
         source = None if args.chat_template is None else read_template(args.chat_template)
-    llm = load_llm(args, seed)
+    llm = load_llm(args, seed, **settings)
     if source is not None:
         with user_errors():
             llm.chat_template = ChatTemplate.from_source(source, llm.tokenizer)
     return llm
 
 
-def load_llm(args: argparse.Namespace, seed: int | None = None, profile: bool = False) -> LLM:
-    """Loads the model that args ask for; seed: the engine's. Raises CommandError."""
+def load_llm(args: argparse.Namespace, seed: int | None = None, **settings: Any) -> LLM:
+    """Loads the model that args ask for; seed: the engine's; settings: more of LLM's. Raises CommandError."""
     logging.basicConfig(format="rvllm: warning: %(message)s", level=logging.WARNING)
     with user_errors():
         from rvllm import LLM
@@ -146,5 +146,5 @@ def load_llm(args: argparse.Namespace, seed: int | None = None, profile: bool = 
             num_threads=args.threads,
             isa=args.isa,
             seed=seed,
-            profile=profile,
+            **settings,
         )
