@@ -39,6 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
         help="on SIGTERM, time for the requests in flight to finish (default: %(default)g)")
     add("-s", "--seed", type=int, metavar="N", help="of the requests that have none (default: a new one)")
+    add("--replicas", type=replica_count, metavar="N",
+        help="servers behind the one port, each on its share of the processors; numa: one for each NUMA node")
 
     add = parser.add_argument_group("security and logs").add_argument
     add("--api-key", action="append", metavar="KEY",
@@ -72,9 +74,20 @@ def run(args: argparse.Namespace) -> int:
         print(f"rvllm: error: cannot listen on {args.host}, port {args.port}: {reason}", file=sys.stderr)
         return EXIT_FAILURE
     with listener:
+        if args.replicas is not None:
+            from rvllm.server.replicas import ReplicaSet
+
+            return ReplicaSet(args, config, listener).run()
         from rvllm.server.serve import Server
 
         return Server(args, config, listener).run()
+
+
+def replica_count(text: str) -> int | str:
+    """A number of at least 1, or "numa"."""
+    if text != "numa" and not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor numa")
+    return text if text == "numa" else int(text)
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:

@@ -6,7 +6,7 @@ Generation (its tokens from the engine), and comes back as JSON or as an EventSt
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -74,8 +74,16 @@ def create_app(
     for module in ROUTES:
         app.include_router(module.router, responses=ERRORS)
     add_error_handlers(app)
-    paths = add_page(app)
-    app.add_middleware(Guard, api_keys=config.api_keys, origins=config.cors_origins, open_paths=paths)
+    add_middleware(app, config, add_page(app), tracing)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def add_middleware(
+    app: FastAPI, config: ServerConfig, open_paths: Iterable[str], tracing: Tracing | None = None
+) -> None:
+    """What lies around all routes of an application that clients reach. open_paths: need no key."""
+    app.add_middleware(Guard, api_keys=config.api_keys, origins=config.cors_origins, open_paths=open_paths)
     app.add_middleware(AfterBody)
     app.add_middleware(RequestLog, log_prompts=config.log_requests, tracing=tracing)
     if config.cors_origins:
@@ -86,8 +94,6 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    return app
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class RequestLog:
 
     def _report(self, scope: Scope, fields: dict[str, Any], seconds: float) -> None:
         generation: Generation | None = scope["state"].get("generation")
-        is_quiet = scope["path"] in _QUIET_PATHS
+        is_quiet = scope["path"] in _QUIET_PATHS or "replica" in scope["state"]  # which has logged it
         level = logging.DEBUG if is_quiet else logging.INFO
         if not logger.isEnabledFor(level) and self._tracing is None:
             return
@@ -145,11 +145,11 @@ class QuietHandler(logging.Handler):
             self.num_dropped += 1
 
 
-def configure_logging(path: str | None = None, level: int = logging.INFO) -> QuietHandler:
-    """Sends the logs of rvllm and uvicorn to standard error, or to the end of a file."""
+def configure_logging(path: str | None = None, level: int = logging.INFO, label: str = "") -> QuietHandler:
+    """Sends the logs of rvllm and uvicorn to standard error, or to the end of a file; label: before each message."""
     handler = QuietHandler(path)
     formatter = logging.Formatter(
-        "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S"
+        f"%(asctime)s.%(msecs)03d %(levelname)s %(name)s {label}%(message)s", "%Y-%m-%dT%H:%M:%S"
     )
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)

@@ -42,28 +42,40 @@ HTTP_SETTINGS: dict[str, Any] = {
 class Server:
     """One run of the server, from the bound socket to the exit status."""
 
-    def __init__(self, args: argparse.Namespace, config: ServerConfig, listener: socket.socket) -> None:
-        """Raises CommandError when the log file cannot be opened or OpenTelemetry is missing."""
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: ServerConfig,
+        listener: socket.socket,
+        num_replicas: int = 1,
+        log_label: str = "",
+    ) -> None:
+        """num_replicas: servers like this one on the machine.
+
+        Raises CommandError when the log file cannot be opened or OpenTelemetry is missing.
+        """
         endpoint = args.otlp_traces_endpoint
         with user_errors():
-            configure_logging(args.log_file)
+            configure_logging(args.log_file, label=log_label)
             self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
         self._args = args
+        self._num_replicas = num_replicas
         self._config = config
         self._listener = listener
         self._app = create_app(config, on_startup=self._on_startup, tracing=self._tracing)
-        self._uvicorn = _Uvicorn(uvicorn.Config(self._app, **HTTP_SETTINGS))
+        self._uvicorn = Uvicorn(uvicorn.Config(self._app, **HTTP_SETTINGS))
         self._is_stopping = False
         self._load_error: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def run(self) -> int:
         """Serves until a signal; raises CommandError when the model cannot be loaded."""
-        host, port = self._listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        with suppress(OSError):
-            print(f"rvllm: listening at http://{host}:{port}", file=sys.stderr, flush=True)
-        _allow_many_connections()
+        announce(self._listener)
+        return self.serve()
+
+    def serve(self) -> int:
+        """run() without a word of where it listens."""
+        allow_many_connections()
         threading.Thread(target=self._load, name="rvllm-load", daemon=True).start()
         self._uvicorn.run([self._listener])
         if self._load_error is not None:
@@ -78,7 +90,7 @@ class Server:
     def _load(self) -> None:
         args, config = self._args, self._config
         try:
-            llm = load_chat_llm(args, args.seed)
+            llm = load_chat_llm(args, args.seed, num_replicas=self._num_replicas)
             with user_errors():
                 engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
         except Exception as error:  # whatever it is, the main thread raises it
@@ -87,8 +99,11 @@ class Server:
             return
         engine.start()
         self._app.state.metrics.observe_engine(engine)
-        self._app.state.model = ServedModel.of(llm, engine, config)
-        logger.info("serving %s", config.names[0])
+        self._on_loaded(ServedModel.of(llm, engine, config))
+
+    def _on_loaded(self, model: ServedModel) -> None:
+        self._app.state.model = model
+        logger.info("serving %s", model.name)
 
     def _on_startup(self) -> None:
         loop = asyncio.get_running_loop()
@@ -112,14 +127,21 @@ class Server:
         self._uvicorn.should_exit = True
 
 
-def _allow_many_connections() -> None:
+def announce(listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    with suppress(OSError):
+        print(f"rvllm: listening at http://{host}:{port}", file=sys.stderr, flush=True)
+
+
+def allow_many_connections() -> None:
     """Each takes a file descriptor; the usual limit of 1,024 is a default, not a wish."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class _Uvicorn(uvicorn.Server):
+class Uvicorn(uvicorn.Server):
     """Leaves signals to us: its own handler would stop listening before the requests in flight are done."""
 
     @contextmanager
