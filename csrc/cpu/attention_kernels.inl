@@ -39,7 +39,7 @@ struct CacheQ8 {
   using Element = int8_t;
   static constexpr KVType kType = KVType::kQ8_0;
   static constexpr bool kScaled = true;
-  static Vec widen(const int8_t* p) { return load_i8(p); }
+  static Vec widen(const int8_t* p) { return to_float(iload_i8(p)); }
 };
 
 // An infinite key would pass for one that is merely far away.

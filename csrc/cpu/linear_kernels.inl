@@ -5,103 +5,152 @@
 //   sum = fma(M, s * J, sum) for formats with minima, J = sum of q (times sub-minima of 16 k)
 // I and J are exact integers. Float weights: sum = fma(w, x, sum) over ascending k.
 
-inline void unpack_codes(int bits, const uint8_t* __restrict p, uint8_t* __restrict out) {
-  if (bits == 8) {
-    for (int i = 0; i < kTileCodes; ++i) out[i] = uint8_t(p[i] + kByteOffset);
-  } else if (bits >= 4) {
-    for (int i = 0; i < 256; ++i) out[i] = p[i] & 15;
-    for (int i = 0; i < 256; ++i) out[256 + i] = p[i] >> 4;
-    p += 256;
-    if (bits == 5)
-      for (int g = 0; g < kGroups; ++g)
-        for (int i = 0; i < 64; ++i) out[64 * g + i] = uint8_t(out[64 * g + i] | (p[i] >> g & 1) << 4);
-    if (bits == 6)
-      for (int g = 0; g < kGroups; ++g)
-        for (int i = 0; i < 64; ++i)
-          out[64 * g + i] = uint8_t(out[64 * g + i] | (p[64 * (g / 4) + i] >> 2 * (g % 4) & 3) << 4);
-  } else {
-    for (int g = 0; g < kGroups; ++g)
-      for (int i = 0; i < 64; ++i) out[64 * g + i] = p[64 * (g / 4) + i] >> 2 * (g % 4) & 3;
-    p += 128;
-    if (bits == 3)
-      for (int g = 0; g < kGroups; ++g)
-        for (int i = 0; i < 64; ++i) out[64 * g + i] = uint8_t(out[64 * g + i] | (p[i] >> g & 1) << 2);
+// Group g of the codes of a block, from packed form.
+template <int Bits>
+inline Bytes unpack_group(const uint8_t* p, int g) {
+  if (Bits == 8) return offset(bload(p + 64 * g));
+  if (Bits >= 4) {
+    const Bytes low = field(bload(p + 64 * (g % 4)), g / 4 * 4, 4, 0);
+    if (Bits == 5) return bor(low, field(bload(p + 256), g, 1, 4));
+    if (Bits == 6) return bor(low, field(bload(p + 256 + 64 * (g / 4)), 2 * (g % 4), 2, 4));
+    return low;
   }
+  const Bytes low = field(bload(p + 64 * (g / 4)), 2 * (g % 4), 2, 0);
+  return Bits == 3 ? bor(low, field(bload(p + 128), g, 1, 2)) : low;
 }
+
+// What a chunk has in common: the scales of a super-block and the table of its codes.
+struct ChunkHeader {
+  Vec d, dmin;
+  Bytes values;
+};
+
+template <int Type>
+inline ChunkHeader load_header(const uint8_t* p, const Codebook* codebook) {
+  constexpr PackedFormat f = kFormats[Type];
+  ChunkHeader h{};
+  if (f.has_codebook()) h.values = offset(load_table((const uint8_t*)codebook->values));
+  if (f.is_super()) {
+    h.d = load_f16((const uint16_t*)p);
+    if (f.has_codebook()) h.d = mul(h.d, set1(codebook->unit));
+    if (f.has_min()) h.dmin = mul(load_f16((const uint16_t*)p + kTileCols), set1(-1.0f));
+  }
+  return h;
+}
+
+// The scales of a block for the 16 columns of a tile.
+struct BlockScales {
+  Vec d, m;                 // D: d, or d x sub-scale where that is for 32 k; M: m, -dmin x sub-minimum, or -dmin
+  IVec scale[2], min[2];    // sub-scales and sub-minima for 16 k
+};
+
+template <int Type>
+inline BlockScales load_scales(const uint8_t* block, const ChunkHeader& h) {
+  constexpr PackedFormat f = kFormats[Type];
+  const uint8_t* const p = block + f.code_bytes();
+  BlockScales s{};
+  if constexpr (!f.is_super()) {
+    s.d = f.scales == Scales::kBF16D ? load_bf16((const uint16_t*)p) : load_f16((const uint16_t*)p);
+    if (f.has_min()) s.m = load_f16((const uint16_t*)p + kTileCols);
+  } else if constexpr (!f.is_halved()) {  // bytes below 128, or signed
+    s.d = mul(h.d, to_float(iload_i8((const int8_t*)p)));
+    if (f.has_min()) s.m = mul(h.dmin, to_float(iload_i8((const int8_t*)p + kTileCols)));
+  } else {
+    s.d = h.d;
+    s.m = h.dmin;
+    for (int half = 0; half < 2; ++half) {
+      const IVec bytes = iload_i8((const int8_t*)p + kTileCols * half);
+      s.scale[half] = f.has_min() ? iand(bytes, iset1(15)) : bytes;
+      if (f.has_min()) s.min[half] = iand(ishift_right(bytes, 4), iset1(15));
+    }
+  }
+  return s;
+}
+
+// Blocks of one tile as they lie in memory.
+template <int Type>
+struct PackedBlocks {
+  static constexpr PackedFormat f = kFormats[Type];
+  const uint8_t* p;  // of the first block
+  ChunkHeader header;
+
+  PackedBlocks(const uint8_t* chunk, const Codebook* codebook)
+      : p(chunk + f.header_bytes()), header(load_header<Type>(chunk, codebook)) {}
+
+  Bytes group(int b, int g) const {
+    const Bytes codes = unpack_group<f.bits>(p + b * f.block_bytes(), g);
+    return f.has_codebook() ? look_up(header.values, codes) : codes;
+  }
+  BlockScales scales(int b) const { return load_scales<Type>(p + b * f.block_bytes(), header); }
+};
+
+// The same, unpacked, where many rows are to read them.
+template <int Type>
+struct UnpackedBlocks {
+  static constexpr PackedFormat f = kFormats[Type];
+  const UnpackedChunk& u;
+
+  Bytes group(int b, int g) const { return bload(u.codes[b] + 64 * g); }
+  BlockScales scales(int b) const {
+    BlockScales s{};
+    s.d = load(u.d[b]);
+    if (f.has_min()) s.m = load(u.m[b]);
+    for (int half = 0; half < 2 && f.is_halved(); ++half) {
+      s.scale[half] = iload(u.scale[b][half]);
+      if (f.has_min()) s.min[half] = iload(u.min[b][half]);
+    }
+    return s;
+  }
+};
 
 // Unpacks `blocks` blocks of one tile from `p`, the start of a chunk: a super-block, or as many blocks as fit.
 template <int Type>
 void unpack(const uint8_t* p, int blocks, const Codebook* codebook, UnpackedChunk& u) {
   constexpr PackedFormat f = kFormats[Type];
-  const uint16_t* header = (const uint16_t*)p;
-  float d[kTileCols], dmin[kTileCols];
-  uint8_t values[16];
-  if (f.has_codebook())
-    for (int i = 0; i < 16; ++i) values[i] = uint8_t(codebook->values[i] + kByteOffset);
-  if (f.is_super()) {
-    store(d, f.has_codebook() ? mul(load_f16(header), set1(codebook->unit)) : load_f16(header));
-    if (f.has_min()) store(dmin, load_f16(header + kTileCols));
-    p += f.header_bytes();
-  }
-  for (int b = 0; b < blocks; ++b, p += f.block_bytes()) {
-    unpack_codes(f.bits, p, u.codes[b]);
-    if (f.has_codebook())
-      for (int g = 0; g < kGroups; ++g) look_up(values, u.codes[b] + 64 * g);
-    if (!f.is_super()) {
-      const uint16_t* s = (const uint16_t*)(p + f.code_bytes());
-      store(u.d[b], f.scales == Scales::kBF16D ? load_bf16(s) : load_f16(s));
-      if (f.has_min()) store(u.m[b], load_f16(s + kTileCols));
-      continue;
+  const PackedBlocks<Type> packed(p, codebook);
+  for (int b = 0; b < blocks; ++b) {
+#pragma GCC unroll 8
+    for (int g = 0; g < kGroups; ++g) bstore(u.codes[b] + 64 * g, packed.group(b, g));
+    const BlockScales s = packed.scales(b);
+    store(u.d[b], s.d);
+    if (f.has_min()) store(u.m[b], s.m);
+    for (int half = 0; half < 2 && f.is_halved(); ++half) {
+      istore(u.scale[b][half], s.scale[half]);
+      if (f.has_min()) istore(u.min[b][half], s.min[half]);
     }
-    const uint8_t* packed = p + f.code_bytes();
-    if (f.scales == Scales::kSuper || f.scales == Scales::kSuperD) {  // bytes below 128, or signed
-      store(u.d[b], mul(load(d), load_i8((const int8_t*)packed)));
-      if (f.has_min()) store(u.m[b], mul(load(dmin), mul(load_i8((const int8_t*)packed + kTileCols), set1(-1.0f))));
-      continue;
-    }
-    store(u.d[b], load(d));
-    if (f.has_min()) store(u.m[b], mul(load(dmin), set1(-1.0f)));
-    uint8_t s[2 * kTileCols];  // a copy, which the stores cannot change
-    __builtin_memcpy(s, packed, sizeof(s));
-    for (int half = 0; half < 2; ++half)
-      for (int c = 0; c < kTileCols; ++c) {
-        const uint8_t byte = s[kTileCols * half + c];
-        u.scale[b][half][c] = f.has_min() ? byte & 15 : int8_t(byte);
-        if (f.has_min()) u.min[b][half][c] = byte >> 4;
-      }
   }
 }
 
-// The sum of one row of a tile after block b of the chunk: low and high are dot products with its codes over all 32 k,
-// or over the first and the last 16 of a halved format. i: row and block in xq.
+// The sum of one row of a tile after a block: low and high are dot products with its codes over all 32 k, or over the
+// first and the last 16 of a halved format. i: row and block in xq.
 template <int Type>
-inline Vec accumulate(const UnpackedChunk& u, int b, IVec low, IVec high, const QuantizedRows& x, int64_t i, Vec sum) {
+inline Vec accumulate(const BlockScales& s, IVec low, IVec high, const QuantizedRows& x, int64_t i, Vec sum) {
   constexpr PackedFormat f = kFormats[Type];
   constexpr int kZero = f.is_signed() ? kByteOffset : f.zero;
-  const Vec d = mul(load(u.d[b]), set1(x.scale[i]));
+  const Vec d = mul(s.d, set1(x.scale[i]));
   if constexpr (!f.is_halved()) {
     if (kZero) low = isub(low, iset1(kZero * x.sum[i]));
     sum = fma(to_float(low), d, sum);
-    if (f.has_min()) sum = fma(load(u.m[b]), set1(x.scaled_sum[i]), sum);
+    if (f.has_min()) sum = fma(s.m, set1(x.scaled_sum[i]), sum);
   } else {
     const int32_t* half = x.half_sum + 2 * i;
     if (kZero) {
       low = isub(low, iset1(kZero * half[0]));
       high = isub(high, iset1(kZero * half[1]));
     }
-    const IVec dot = iadd(imul(iload(u.scale[b][0]), low), imul(iload(u.scale[b][1]), high));
+    const IVec dot = iadd(imul(s.scale[0], low), imul(s.scale[1], high));
     sum = fma(to_float(dot), d, sum);
     if (f.has_min()) {
-      const IVec j = iadd(imul(iload(u.min[b][0]), iset1(half[0])), imul(iload(u.min[b][1]), iset1(half[1])));
-      sum = fma(load(u.m[b]), mul(to_float(j), set1(x.scale[i])), sum);
+      const IVec j = iadd(imul(s.min[0], iset1(half[0])), imul(s.min[1], iset1(half[1])));
+      sum = fma(s.m, mul(to_float(j), set1(x.scale[i])), sum);
     }
   }
   return sum;
 }
 
 // sums[r] += blocks [first, first + blocks) of row `row` + r, for R rows.
-template <int Type, int R>
-void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& args, int row, float* sums) {
+template <int Type, int R, class Blocks>
+void multiply(const Blocks& tile, int first, int blocks, const LinearArgs& args, int row, float* sums) {
   constexpr PackedFormat f = kFormats[Type];
   constexpr int kBits = f.is_signed() ? 8 : f.bits;
   constexpr int kDotGroups = f.is_halved() ? kGroups / 2 : kGroups;
@@ -111,16 +160,28 @@ void multiply(const UnpackedChunk& u, int first, int blocks, const LinearArgs& a
   for (int r = 0; r < R; ++r) sum[r] = load(sums + r * kTileCols);
   for (int b = 0; b < blocks; ++b) {
     const int8_t* a = args.xq.q + int64_t(row) * args.k + 32 * (first + b);
+    const auto dot = [&](int group0, IVec* out) {
+      dot_rows<kBits, kDotGroups, R>([&](int g) { return tile.group(b, group0 + g); }, a + 4 * group0, args.k, out);
+    };
     IVec low[R], high[R];
-    dot_rows<kBits, kDotGroups, R>(u.codes[b], a, args.k, low);
-    if constexpr (f.is_halved()) dot_rows<kBits, kDotGroups, R>(u.codes[b] + kTileCodes / 2, a + 16, args.k, high);
+    dot(0, low);
+    if (f.is_halved()) dot(kDotGroups, high);
+    const BlockScales scales = tile.scales(b);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      sum[r] = accumulate<Type>(u, b, low[r], f.is_halved() ? high[r] : low[r], args.xq,
+      sum[r] = accumulate<Type>(scales, low[r], f.is_halved() ? high[r] : low[r], args.xq,
                                 (row + r) * row_blocks + first + b, sum[r]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) store(sums + r * kTileCols, sum[r]);
+}
+
+// The same for rows [r, rows), at most R at a time, with r a row of `sums`.
+template <int Type, int R, class Blocks>
+inline void multiply_rest(const Blocks& tile, int first, int blocks, const LinearArgs& args, int row0, int r, int rows,
+                          float* sums) {
+  for (; r + R <= rows; r += R) multiply<Type, R>(tile, first, blocks, args, row0 + r, sums + r * kTileCols);
+  if constexpr (R > 1) multiply_rest<Type, R / 2>(tile, first, blocks, args, row0, r, rows, sums);
 }
 
 // Writes the finished sums of `rows` rows of a tile, with the bias.
@@ -136,6 +197,8 @@ inline void finish_tile(const LinearArgs& args, int tile, int row, int rows, con
   }
 }
 
+constexpr int kDirectRows = 8;  // so few rows read codes as they are packed; for more, storing them unpacked pays
+
 // multiply_tiles multiplies as many of the first rows as it likes and returns their number.
 template <int Type, class MultiplyTiles>
 void linear_quantized(const LinearArgs& args, int begin, int end, const MultiplyTiles& multiply_tiles) {
@@ -150,13 +213,15 @@ void linear_quantized(const LinearArgs& args, int begin, int end, const Multiply
       const uint8_t* p = args.weight + tile * args.tile_bytes;
       for (int first = 0; first < row_blocks; first += kMaxChunk) {
         const int blocks = row_blocks - first < kMaxChunk ? row_blocks - first : kMaxChunk;
-        unpack<Type>(p, blocks, args.codebook, chunk);
+        int r = 0;
+        if (rows > kDirectRows) {
+          unpack<Type>(p, blocks, args.codebook, chunk);
+          r = multiply_tiles(chunk, first, blocks, args, row0, rows, sums);
+          for (; r + kRows <= rows; r += kRows)
+            multiply<Type, kRows>(UnpackedBlocks<Type>{chunk}, first, blocks, args, row0 + r, sums + r * kTileCols);
+        }
+        multiply_rest<Type, 4>(PackedBlocks<Type>(p, args.codebook), first, blocks, args, row0, r, rows, sums);
         p += f.is_super() ? f.chunk_bytes() : kMaxChunk * f.chunk_bytes();
-        int r = multiply_tiles(chunk, first, blocks, args, row0, rows, sums);
-        for (; r + kRows <= rows; r += kRows)
-          multiply<Type, kRows>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
-        for (; r + 2 <= rows; r += 2) multiply<Type, 2>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
-        for (; r < rows; ++r) multiply<Type, 1>(chunk, first, blocks, args, row0 + r, sums + r * kTileCols);
       }
       finish_tile(args, tile, row0, rows, sums);
     }
@@ -176,7 +241,8 @@ inline void dot_products(const uint8_t* codes, const int8_t* x, float* out) {
     for (int r = 0; r < kRows; ++r) sum[r] = iset1(0);
     for (int b = 0; b < kMaxChunk; ++b) {
       IVec dot[kRows];
-      dot_rows<4, kGroups, kRows>(codes + b * kTileCodes, x + row * kIn + 32 * b, kIn, dot);
+      const auto group = [&](int g) { return bload(codes + b * kTileCodes + 64 * g); };
+      dot_rows<4, kGroups, kRows>(group, x + row * kIn + 32 * b, kIn, dot);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) sum[r] = iadd(sum[r], dot[r]);
     }
@@ -215,6 +281,7 @@ void linear_float(const LinearArgs& args, int begin, int end) {
     const uint8_t* p = args.weight + tile * args.tile_bytes;
     int r = 0;
     for (; r + 4 <= args.rows; r += 4) multiply_float<Type, 4>(args, p, tile, r);
+    for (; r + 2 <= args.rows; r += 2) multiply_float<Type, 2>(args, p, tile, r);
     for (; r < args.rows; ++r) multiply_float<Type, 1>(args, p, tile, r);
   }
 }

@@ -62,7 +62,7 @@ constexpr int kNumPackedTypes = sizeof(kFormats) / sizeof(*kFormats);
 //   fifth bit (5), third bit (3)   [64] bytes: bit g: group g
 //   bits 4-5 (6)   [2][64] bytes: bits 2j of row r: group 4 r + j
 
-// One chunk of a tile, unpacked: what the dot products and the scaling read.
+// One chunk of a tile, unpacked for products with many rows.
 struct UnpackedChunk {
   alignas(64) uint8_t codes[kMaxChunk][kTileCodes];     // looked up, where there is a codebook
   alignas(64) float d[kMaxChunk][kTileCols];            // D: d, or d x sub-scale where that is for 32 k

@@ -82,7 +82,8 @@ int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearAr
           high = iload(dot);
           dot += kTileRows * kTileCols;
         }
-        sum = accumulate<Type>(u, b, low, high, args.xq, (row + tile_row + r) * row_blocks + first + b, sum);
+        const BlockScales scales = UnpackedBlocks<Type>{u}.scales(b);
+        sum = accumulate<Type>(scales, low, high, args.xq, (row + tile_row + r) * row_blocks + first + b, sum);
       }
       store(at, sum);
     }

@@ -2,6 +2,7 @@
 
 struct Vec { __m256 lo, hi; };
 struct IVec { __m256i lo, hi; };
+struct Bytes { __m256i lo, hi; };
 
 constexpr int kRows = 4;
 constexpr int kColumnVecs = 2;
@@ -53,12 +54,6 @@ inline __m256 load_bf16_8(const uint16_t* p) {
 
 inline Vec load_bf16(const uint16_t* p) { return {load_bf16_8(p), load_bf16_8(p + 8)}; }
 
-inline Vec load_i8(const int8_t* p) {
-  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-}
-
 inline void store(float* p, Vec a) {
   _mm256_storeu_ps(p, a.lo);
   _mm256_storeu_ps(p + 8, a.hi);
@@ -104,6 +99,18 @@ inline IVec iset1(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a
 inline IVec iload(const int32_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
 }
+inline IVec iload_i8(const int8_t* p) {
+  const __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+  return {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+}
+
+inline void istore(int32_t* p, IVec a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
+}
+
+inline IVec iand(IVec a, IVec b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+inline IVec ishift_right(IVec a, int bits) { return {_mm256_srai_epi32(a.lo, bits), _mm256_srai_epi32(a.hi, bits)}; }
 inline IVec iadd(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline IVec isub(IVec a, IVec b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline IVec imul(IVec a, IVec b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
@@ -115,40 +122,62 @@ inline __m256i broadcast4(const int8_t* a) {
   return _mm256_set1_epi32(four);
 }
 
-inline void look_up(const uint8_t* table, uint8_t* codes) {
-  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
-  for (int i = 0; i < 64; i += 32) {
-    __m256i* p = (__m256i*)(codes + i);
-    _mm256_storeu_si256(p, _mm256_shuffle_epi8(values, _mm256_loadu_si256(p)));
-  }
+inline Bytes bload(const uint8_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+
+inline void bstore(uint8_t* p, Bytes a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)(p + 32), a.hi);
+}
+
+inline Bytes bor(Bytes a, Bytes b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+inline Bytes offset(Bytes a) { return a; }
+
+inline __m256i field(__m256i a, int from, int width, int to) {
+  const __m256i moved = from > to ? _mm256_srli_epi16(a, from - to) : _mm256_slli_epi16(a, to - from);
+  return _mm256_and_si256(moved, _mm256_set1_epi8(char(((1 << width) - 1) << to)));
+}
+
+inline Bytes field(Bytes a, int from, int width, int to) {
+  return {field(a.lo, from, width, to), field(a.hi, from, width, to)};
+}
+
+inline Bytes load_table(const uint8_t* p) {
+  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+  return {values, values};
+}
+
+inline Bytes look_up(Bytes table, Bytes codes) {
+  return {_mm256_shuffle_epi8(table.lo, codes.lo), _mm256_shuffle_epi8(table.hi, codes.hi)};
 }
 
 // Unsigned codes times signed activations: maddubs adds pairs in 16 bits, which hold the sums of `kWiden` groups
 // (2 x 127 x largest code each) before they must be widened to 32.
-template <int Bits, int Groups, int R>
-inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
+template <int Bits, int Groups, int R, class Group>
+inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
   constexpr int kWiden = Bits <= 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
   constexpr int kSpan = kWiden < Groups ? kWiden : Groups;
   const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) out[r] = iset1(0);
+#pragma GCC unroll 8
   for (int g0 = 0; g0 < Groups; g0 += kSpan) {
     __m256i lo[R], hi[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) lo[r] = hi[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int g = g0; g < g0 + kSpan; ++g) {
-      const __m256i wl = _mm256_load_si256((const __m256i*)(codes + 64 * g));
-      const __m256i wh = _mm256_load_si256((const __m256i*)(codes + 64 * g + 32));
+      const Bytes w = group(g);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m256i x = broadcast4(a + r * stride + 4 * g);
         if (Bits == 8) {  // signed: |w| times x with w's sign; 2 x 128 x 127 still fits 16 bits
-          lo[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(wl), _mm256_sign_epi8(x, wl));
-          hi[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(wh), _mm256_sign_epi8(x, wh));
+          lo[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x, w.lo));
+          hi[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x, w.hi));
         } else {
-          lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(wl, x));
-          hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(wh, x));
+          lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(w.lo, x));
+          hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(w.hi, x));
         }
       }
     }

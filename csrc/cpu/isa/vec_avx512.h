@@ -3,6 +3,7 @@
 
 using Vec = __m512;
 using IVec = __m512i;
+using Bytes = __m512i;
 
 constexpr int kRows = 8;
 constexpr int kColumnVecs = 4;
@@ -34,10 +35,6 @@ inline Vec load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si2
 inline Vec load_bf16(const uint16_t* p) {
   const __m512i halves = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(halves, 16));
-}
-
-inline Vec load_i8(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 
 inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
@@ -74,6 +71,10 @@ inline float reduce_max_abs(Vec a, Vec b) {
 
 inline IVec iset1(int32_t a) { return _mm512_set1_epi32(a); }
 inline IVec iload(const int32_t* p) { return _mm512_loadu_si512(p); }
+inline IVec iload_i8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline void istore(int32_t* p, IVec a) { _mm512_storeu_si512(p, a); }
+inline IVec iand(IVec a, IVec b) { return _mm512_and_si512(a, b); }
+inline IVec ishift_right(IVec a, int bits) { return _mm512_srai_epi32(a, unsigned(bits)); }
 inline IVec iadd(IVec a, IVec b) { return _mm512_add_epi32(a, b); }
 inline IVec isub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }
 inline IVec imul(IVec a, IVec b) { return _mm512_mullo_epi32(a, b); }
@@ -85,13 +86,21 @@ inline __m512i broadcast4(const int8_t* a) {
   return _mm512_set1_epi32(four);
 }
 
-inline void look_up(const uint8_t* table, uint8_t* codes) {
-  const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
-  _mm512_storeu_si512(codes, _mm512_shuffle_epi8(values, _mm512_loadu_si512(codes)));
+inline Bytes bload(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline void bstore(uint8_t* p, Bytes a) { _mm512_storeu_si512(p, a); }
+inline Bytes bor(Bytes a, Bytes b) { return _mm512_or_si512(a, b); }
+inline Bytes offset(Bytes a) { return _mm512_xor_si512(a, _mm512_set1_epi8(char(kByteOffset))); }
+inline Bytes load_table(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+inline Bytes look_up(Bytes table, Bytes codes) { return _mm512_shuffle_epi8(table, codes); }
+
+inline Bytes field(Bytes a, int from, int width, int to) {
+  typedef uint16_t Words __attribute__((vector_size(64)));
+  const Bytes moved = from > to ? Bytes(Words(a) >> (from - to)) : Bytes(Words(a) << (to - from));
+  return _mm512_and_si512(moved, _mm512_set1_epi8(char(((1 << width) - 1) << to)));
 }
 
-template <int Bits, int Groups, int R>
-inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
+template <int Bits, int Groups, int R, class Group>
+inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
   constexpr int kChains = R >= 4 ? 1 : 4 / R;  // independent sums, to hide the latency of vpdpbusd when rows are few
   __m512i sum[kChains][R];
 #pragma GCC unroll 8
@@ -100,7 +109,7 @@ inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec
     for (int r = 0; r < R; ++r) sum[i][r] = _mm512_setzero_si512();
 #pragma GCC unroll 8
   for (int g = 0; g < Groups; ++g) {
-    const __m512i w = _mm512_load_si512(codes + 64 * g);
+    const __m512i w = group(g);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
       sum[g % kChains][r] = _mm512_dpbusd_epi32(sum[g % kChains][r], w, broadcast4(a + r * stride + 4 * g));

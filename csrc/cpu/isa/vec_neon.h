@@ -3,6 +3,7 @@
 
 struct Vec { float32x4_t v[4]; };
 struct IVec { int32x4_t v[4]; };
+struct Bytes { uint8x16_t v[4]; };
 
 constexpr int kRows = 4;
 constexpr int kColumnVecs = 1;
@@ -14,6 +15,9 @@ inline Vec quarters(F f) { return {{f(0), f(1), f(2), f(3)}}; }
 
 template <class F>
 inline IVec iquarters(F f) { return {{f(0), f(1), f(2), f(3)}}; }
+
+template <class F>
+inline Bytes bquarters(F f) { return {{f(0), f(1), f(2), f(3)}}; }
 
 // Not vmaxq_f32 and vminq_f32, which give NaN where either argument is one.
 inline float32x4_t max(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
@@ -48,15 +52,6 @@ inline Vec load_f16(const uint16_t* p) {
 
 inline Vec load_bf16(const uint16_t* p) {
   return quarters([=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
-}
-
-inline Vec load_i8(const int8_t* p) {
-  const int8x16_t bytes = vld1q_s8(p);
-  const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
-  return quarters([=](int i) {
-    const int16x4_t four = i % 2 ? vget_high_s16(halves[i / 2]) : vget_low_s16(halves[i / 2]);
-    return vcvtq_f32_s32(vmovl_s16(four));
-  });
 }
 
 inline void store(float* p, Vec a) {
@@ -97,39 +92,73 @@ inline float reduce_max_abs(Vec a, Vec b) {
 
 inline IVec iset1(int32_t a) { return iquarters([=](int) { return vdupq_n_s32(a); }); }
 inline IVec iload(const int32_t* p) { return iquarters([=](int i) { return vld1q_s32(p + 4 * i); }); }
+
+inline IVec iload_i8(const int8_t* p) {
+  const int8x16_t bytes = vld1q_s8(p);
+  const int16x8_t halves[2] = {vmovl_s8(vget_low_s8(bytes)), vmovl_s8(vget_high_s8(bytes))};
+  return iquarters([=](int i) {
+    return vmovl_s16(i % 2 ? vget_high_s16(halves[i / 2]) : vget_low_s16(halves[i / 2]));
+  });
+}
+
+inline void istore(int32_t* p, IVec a) {
+  for (int i = 0; i < 4; ++i) vst1q_s32(p + 4 * i, a.v[i]);
+}
+
+inline IVec iand(IVec a, IVec b) { return iquarters([=](int i) { return vandq_s32(a.v[i], b.v[i]); }); }
+inline IVec ishift_right(IVec a, int bits) {
+  return iquarters([=](int i) { return vshlq_s32(a.v[i], vdupq_n_s32(-bits)); });
+}
+
 inline IVec iadd(IVec a, IVec b) { return iquarters([=](int i) { return vaddq_s32(a.v[i], b.v[i]); }); }
 inline IVec isub(IVec a, IVec b) { return iquarters([=](int i) { return vsubq_s32(a.v[i], b.v[i]); }); }
 inline IVec imul(IVec a, IVec b) { return iquarters([=](int i) { return vmulq_s32(a.v[i], b.v[i]); }); }
 inline Vec to_float(IVec a) { return quarters([=](int i) { return vcvtq_f32_s32(a.v[i]); }); }
 
-inline void look_up(const uint8_t* table, uint8_t* codes) {
-  const uint8x16_t values = vld1q_u8(table);
-  for (int i = 0; i < 64; i += 16) vst1q_u8(codes + i, vqtbl1q_u8(values, vld1q_u8(codes + i)));
+inline Bytes bload(const uint8_t* p) { return bquarters([=](int i) { return vld1q_u8(p + 16 * i); }); }
+
+inline void bstore(uint8_t* p, Bytes a) {
+  for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);
+}
+
+inline Bytes bor(Bytes a, Bytes b) { return bquarters([=](int i) { return vorrq_u8(a.v[i], b.v[i]); }); }
+inline Bytes offset(Bytes a) { return a; }
+
+inline Bytes field(Bytes a, int from, int width, int to) {
+  const uint8x16_t mask = vdupq_n_u8(uint8_t(((1 << width) - 1) << to));
+  return bquarters([=](int i) { return vandq_u8(vshlq_u8(a.v[i], vdupq_n_s8(int8_t(to - from))), mask); });
+}
+
+inline Bytes load_table(const uint8_t* p) {
+  const uint8x16_t values = vld1q_u8(p);
+  return bquarters([=](int) { return values; });
+}
+
+inline Bytes look_up(Bytes table, Bytes codes) {
+  return bquarters([=](int i) { return vqtbl1q_u8(table.v[i], codes.v[i]); });
 }
 
 // One group of 4 k for R rows, whose activations are lane Lane of x.
 template <int Lane, int R>
-inline void dot_group(const uint8_t* codes, const int8x16_t* x, IVec* out) {
-  int8x16_t w[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) w[i] = vreinterpretq_s8_u8(vld1q_u8(codes + 16 * i));
+inline void dot_group(Bytes codes, const int8x16_t* x, IVec* out) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    out[r] = iquarters([&](int i) { return vdotq_laneq_s32(out[r].v[i], w[i], x[r], Lane); });
+    out[r] = iquarters(
+        [&](int i) { return vdotq_laneq_s32(out[r].v[i], vreinterpretq_s8_u8(codes.v[i]), x[r], Lane); });
 }
 
-template <int Bits, int Groups, int R>
-inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
+template <int Bits, int Groups, int R, class Group>
+inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) out[r] = iset1(0);
 #pragma GCC unroll 8
-  for (int g = 0; g < Groups; g += 4, codes += 256) {
+  for (int g = 0; g < Groups; g += 4) {
     int8x16_t x[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) x[r] = vld1q_s8(a + r * stride + 4 * g);
-    dot_group<0, R>(codes, x, out);
-    dot_group<1, R>(codes + 64, x, out);
-    dot_group<2, R>(codes + 128, x, out);
-    dot_group<3, R>(codes + 192, x, out);
+    dot_group<0, R>(group(g), x, out);
+    dot_group<1, R>(group(g + 1), x, out);
+    dot_group<2, R>(group(g + 2), x, out);
+    dot_group<3, R>(group(g + 3), x, out);
   }
 }

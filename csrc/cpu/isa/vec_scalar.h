@@ -2,6 +2,7 @@
 
 struct Vec { float v[16]; };
 struct IVec { int32_t v[16]; };
+struct Bytes { uint8_t v[64]; };  // a group of codes
 
 constexpr int kRows = 4;        // rows multiplied together, as registers allow
 constexpr int kColumnVecs = 1;  // vectors of V weighed together, likewise
@@ -45,12 +46,6 @@ inline Vec load_f16(const uint16_t* p) {
 inline Vec load_bf16(const uint16_t* p) {
   Vec out;
   for (int i = 0; i < 16; ++i) out.v[i] = bf16_to_f32(p[i]);
-  return out;
-}
-
-inline Vec load_i8(const int8_t* p) {
-  Vec out;
-  for (int i = 0; i < 16; ++i) out.v[i] = float(p[i]);
   return out;
 }
 
@@ -105,6 +100,26 @@ inline IVec iload(const int32_t* p) {
   return out;
 }
 
+inline IVec iload_i8(const int8_t* p) {
+  IVec out;
+  for (int i = 0; i < 16; ++i) out.v[i] = p[i];
+  return out;
+}
+
+inline void istore(int32_t* p, IVec a) {
+  for (int i = 0; i < 16; ++i) p[i] = a.v[i];
+}
+
+inline IVec iand(IVec a, IVec b) {
+  for (int i = 0; i < 16; ++i) a.v[i] &= b.v[i];
+  return a;
+}
+
+inline IVec ishift_right(IVec a, int bits) {
+  for (int i = 0; i < 16; ++i) a.v[i] >>= bits;
+  return a;
+}
+
 inline IVec iadd(IVec a, IVec b) {
   for (int i = 0; i < 16; ++i) a.v[i] += b.v[i];
   return a;
@@ -126,21 +141,56 @@ inline Vec to_float(IVec a) {
   return out;
 }
 
-// codes[i] = table[codes[i]] for 64 codes below 16.
-inline void look_up(const uint8_t* table, uint8_t* codes) {
-  for (int i = 0; i < 64; ++i) codes[i] = table[codes[i]];
+inline Bytes bload(const uint8_t* p) {
+  Bytes out;
+  for (int i = 0; i < 64; ++i) out.v[i] = p[i];
+  return out;
 }
 
-// out[r].lane c = sum over the groups of 4 k: codes[group][c][i] * a[r * stride + 4 * group + i].
+inline void bstore(uint8_t* p, Bytes a) {
+  for (int i = 0; i < 64; ++i) p[i] = a.v[i];
+}
+
+inline Bytes bor(Bytes a, Bytes b) {
+  for (int i = 0; i < 64; ++i) a.v[i] |= b.v[i];
+  return a;
+}
+
+inline Bytes offset(Bytes a) {
+  for (int i = 0; i < 64; ++i) a.v[i] = uint8_t(a.v[i] + kByteOffset);
+  return a;
+}
+
+// Of every byte, bits [from, from + width) moved to bits [to, to + width), the others 0.
+inline Bytes field(Bytes a, int from, int width, int to) {
+  for (int i = 0; i < 64; ++i) a.v[i] = uint8_t((a.v[i] >> from & ((1 << width) - 1)) << to);
+  return a;
+}
+
+// 16 bytes for look_up.
+inline Bytes load_table(const uint8_t* p) {
+  Bytes out;
+  for (int i = 0; i < 64; ++i) out.v[i] = p[i % 16];
+  return out;
+}
+
+// Bytes of the table by codes below 16.
+inline Bytes look_up(Bytes table, Bytes codes) {
+  for (int i = 0; i < 64; ++i) codes.v[i] = table.v[codes.v[i]];
+  return codes;
+}
+
+// out[r].lane c = sum over the groups of 4 k: group(g)[c][i] * a[r * stride + 4 * g + i].
 // Codes of 8 bits are signed (unsigned where kByteOffset is not 0), smaller ones unsigned.
-template <int Bits, int Groups, int R>
-inline void dot_rows(const uint8_t* codes, const int8_t* a, int64_t stride, IVec* out) {
-  for (int r = 0; r < R; ++r) {
-    out[r] = iset1(0);
-    for (int g = 0; g < Groups; ++g)
+template <int Bits, int Groups, int R, class Group>
+inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
+  for (int r = 0; r < R; ++r) out[r] = iset1(0);
+  for (int g = 0; g < Groups; ++g) {
+    const Bytes codes = group(g);
+    for (int r = 0; r < R; ++r)
       for (int c = 0; c < 16; ++c)
         for (int i = 0; i < 4; ++i) {
-          const uint8_t code = codes[64 * g + 4 * c + i];
+          const uint8_t code = codes.v[4 * c + i];
           out[r].v[c] += (Bits == 8 ? int(int8_t(code)) : int(code)) * a[r * stride + 4 * g + i];
         }
   }
