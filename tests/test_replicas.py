@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI
 from serve_process import Process, events, serving
 from server_client import TEMPLATE, error_of, wait_until
 from tiny_gguf import write_tiny_model
 
-from rvllm.cli import main
+from rvllm.cli import main, make_parser
+from rvllm.server.replica_process import ReplicaServer
+from rvllm.server.replicas import RESTART_DELAYS, ReplicaSet
+from rvllm.server.router import Replica
+from rvllm.server.served_model import ServerConfig
 from rvllm.system import affine_cpus
 
 pytestmark = pytest.mark.skipif(affine_cpus() < 2, reason="two replicas need two processors")
@@ -237,6 +246,55 @@ def test_a_model_that_cannot_be_loaded_is_one_line(capfd: pytest.CaptureFixture[
     listening, error = capfd.readouterr().err.splitlines()
     assert listening.startswith("rvllm: listening at ")
     assert error.startswith("rvllm: error: ") and "bad.gguf" in error
+
+
+def supervise(monkeypatch: pytest.MonkeyPatch, ends: list[str], has_started: bool) -> ReplicaSet:
+    """A replica that ends in each of these ways, one after the other, and then stays."""
+    args = make_parser().parse_args(["serve", "--replicas", "1"])
+    with socket.socket() as listener:
+        replicas = ReplicaSet(args, ServerConfig(), listener)
+    fleet = replicas._fleet
+    fleet.has_started = has_started
+
+    async def live(replica: Replica) -> str:
+        fleet.is_draining |= not ends
+        return ends.pop(0) if ends else ""
+
+    async def run() -> None:
+        async with replicas._lifespan(FastAPI()):
+            await asyncio.gather(*replicas._tasks)
+
+    monkeypatch.setattr(replicas, "_live", live)
+    asyncio.run(run())
+    return replicas
+
+
+def test_a_replica_that_dies_often_is_restarted_ever_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(RESTART_DELAYS) == sorted(RESTART_DELAYS) and RESTART_DELAYS[1] > 0
+    monkeypatch.setattr("rvllm.server.replicas.RESTART_DELAYS", (0, 0.001, 0.002, 0.003))
+    replicas = supervise(monkeypatch, list("abcd"), has_started=True)
+    delays = re.findall(r"(\w); restarting it in (\S+) s", capsys.readouterr().err)
+    assert delays == [("a", "0.001"), ("b", "0.002"), ("c", "0.003"), ("d", "0.003")]
+    assert replicas._fleet.replicas[0].num_restarts == 4
+
+
+def test_a_replica_that_dies_at_the_start_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = ["no memory", "again"]
+    assert str(supervise(monkeypatch, ends, has_started=False)._error) == "no memory"
+    assert ends == ["again"]
+
+
+def test_a_replica_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.server.replica_process.ENGINE_WATCH", 0.001)
+    reports, end = multiprocessing.Pipe(duplex=False)
+    args = make_parser().parse_args(["serve"])
+    with socket.socket() as listener, reports, end:
+        server = ReplicaServer(args, ServerConfig(), listener, 1, "", end)
+        server._app.state.model = SimpleNamespace(engine=SimpleNamespace(is_dead=True, error="a step"))
+        asyncio.run(asyncio.wait_for(server._end_with_engine(), 10))
+        assert server._uvicorn.should_exit
 
 
 @pytest.mark.parametrize(

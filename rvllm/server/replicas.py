@@ -7,7 +7,6 @@ import asyncio
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -16,7 +15,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
@@ -55,10 +53,9 @@ class ReplicaSet:
         self._args = args
         self._config = config
         self._listener = listener
-        self._folder = Path(
-            tempfile.mkdtemp(prefix="rvllm-")
-        )  # for its owner alone, and so the sockets in it
-        self._fleet = Fleet([Replica(i, str(self._folder / str(i)), share) for i, share in enumerate(shares)])
+        # For its owner alone, and so the sockets in it.
+        self._folder = tempfile.TemporaryDirectory(prefix="rvllm-", ignore_cleanup_errors=True)
+        self._fleet = Fleet([Replica(i, f"{self._folder.name}/{i}", share) for i, share in enumerate(shares)])
         self._processes: dict[Replica, SpawnProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._error: CommandError | None = None
@@ -73,7 +70,7 @@ class ReplicaSet:
             self._uvicorn.run([self._listener])
         finally:
             self._kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
         if self._error is not None:
             raise self._error
         return 0
@@ -90,7 +87,7 @@ class ReplicaSet:
     def _on_signal(self, number: int) -> None:
         if self._fleet.is_draining:
             self._kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()
             os._exit(128 + number)  # as shells report it
         logger.info(
             "draining: %d requests in flight", sum(r.lane.num_in_flight for r in self._fleet.replicas)
