@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rvllm.structured_output import JSON_WHITESPACE, StructuredOutput
+from rvllm.grammar_source import (
+    MAX_LEXER_STATES,
+    STACK_BYTES,
+    GrammarTrial,
+    TooSlowError,
+    compile_source,
+    one_line,
+    source,
+)
+from rvllm.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,14 +35,13 @@ TOO_COMPLEX = (
 )
 
 _CACHE_SIZE = 16  # compiled grammars that are kept
-_NUM_THREADS = 2
-_STACK_BYTES = 64 << 20  # the compiler recurses
-_MAX_LEXER_STATES = 50_000  # of 0.6 to 2 kB; a string of limited length makes 4 to 9 a character
-_MAX_STEP_ITEMS = 10_000  # of the parser, in a token: 30 ms
+_NUM_THREADS = 2  # that compute masks
+_TRIAL_SECONDS = (0.3, 5.0)  # of processor time: at once, then behind all that need more than the first
+_STATES_PER_BYTE = 4  # of an answer, that a renewed table has room for
+_MAX_RENEWED_STATES = 1_000_000
 _MIN_TOKENS = 16  # that a new table of states must last
 _MAX_RENEWED_CHARACTERS = 2**16  # of a grammar that is compiled again for a new table, while a step waits
 _REPLAYED_TOKENS = 256  # at a time: other threads wait meanwhile
-_MAX_MESSAGE = 300
 
 
 class Grammar:
@@ -43,11 +50,14 @@ class Grammar:
     All its matchers share one table of lexer states, which every text that they meet makes larger.
     """
 
-    def __init__(self, compile_matcher: Callable[[], LLMatcher], is_large: bool = False) -> None:
-        """is_large: compiling takes too long for a step to wait for it. Raises what compile_matcher raises."""
+    def __init__(self, compile_matcher: Callable[[int], LLMatcher], is_large: bool = False) -> None:
+        """compile_matcher: of so many states at most. is_large: it takes too long for a step to wait for it.
+
+        Raises what compile_matcher raises.
+        """
         self.is_large = is_large
         self._compile = compile_matcher
-        self._matcher = compile_matcher()
+        self._matcher = compile_matcher(MAX_LEXER_STATES)
         self._lock = threading.Lock()  # a matcher is for one thread at a time
         self.is_full = False
 
@@ -56,17 +66,25 @@ class Grammar:
         with self._lock:
             return self._matcher.deep_copy()
 
-    def renewed_matcher(self) -> LLMatcher:
-        """One with a table of its own, for an answer that has found its table full."""
+    def renewed_matcher(self, num_bytes: int) -> LLMatcher:
+        """One with a table of its own, for an answer of num_bytes so far that has found its table full."""
         self.is_full = True
-        return self._compile()
+        return self._compile(min(MAX_LEXER_STATES + _STATES_PER_BYTE * num_bytes, _MAX_RENEWED_STATES))
+
+
+class _Executors:
+    """Threads for each lane of compilations, and for masks, so that no mask waits for a slow compilation."""
+
+    def __init__(self) -> None:
+        self.compiling = [_make_executor(f"rvllm-compile-{i}", 1) for i in range(len(_TRIAL_SECONDS))]
+        self.masks = _make_executor("rvllm-grammar", _NUM_THREADS)
 
 
 @dataclass
 class _Compilation:
     """num_users: those that wait for the grammar, or are about to begin an answer in it."""
 
-    future: Future[Grammar]
+    future: Future[Grammar] = field(default_factory=Future)
     num_users: int = 0
 
     @property
@@ -90,15 +108,25 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # never held for long: event loops take it
-        self._executors: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
+        self._executors: _Executors | None = None
+        self._trials: list[GrammarTrial] = []
         self._compilations: OrderedDict[StructuredOutput, _Compilation] = OrderedDict()
         self._making_tokenizer = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
 
+    def isolate(self) -> None:
+        """From now on grammars are on trial first, in a process of their own: a hostile one delays few others."""
+        self._trials = [GrammarTrial(seconds) for seconds in _TRIAL_SECONDS]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for trial in self._trials:
+            trial.close()
+
     def compile(self, output: StructuredOutput) -> GrammarState:
         """The state of an answer that has not begun. Raises ValueError naming what is wrong in the grammar."""
         with self.compiling(output) as future:
-            return GrammarState(future.result(), self._tokenizer, self._pools()[1], output.after)
+            return GrammarState(future.result(), self._tokenizer, self._pools().masks, output.after_texts)
 
     @contextmanager
     def compiling(self, output: StructuredOutput) -> Iterator[Future[Grammar]]:
@@ -107,14 +135,12 @@ class GrammarCompiler:
         What nobody waits for any more is not begun.
         """
         key = replace(output, after=None)
-        compiling = self._pools()[0]
+        executors = self._pools()
         with self._lock:
             compilation = self._compilations.get(key)
             if compilation is None or compilation.is_full:
-                is_large = _num_characters(key) > _MAX_RENEWED_CHARACTERS
-                future = compiling.submit(Grammar, partial(self._matcher, key), is_large)
-                compilation = _Compilation(future)
-                self._compilations[key] = compilation
+                compilation = self._compilations[key] = _Compilation()
+                executors.compiling[0].submit(self._compile, key, compilation)
             self._compilations.move_to_end(key)
             compilation.num_users += 1
         try:
@@ -146,28 +172,44 @@ class GrammarCompiler:
                 del self._compilations[key]
                 excess -= 1
 
-    def _pools(self) -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-        """Of compilations and of masks: two, so that no mask waits for a slow compilation."""
+    def _compile(self, output: StructuredOutput, compilation: _Compilation, lane: int = 0) -> None:
+        """On the lane's thread. What needs more time than this lane gives goes on behind all others that did."""
+        future = compilation.future
+        if lane == 0 and not future.set_running_or_notify_cancel():
+            return
+        if lane > 0 and self._is_abandoned(output, compilation):
+            future.set_exception(ValueError("nobody waits for the grammar any more"))
+            return
+        try:
+            text = self._trials[lane].source(output) if self._trials else source(output)
+            is_large = _num_characters(output) > _MAX_RENEWED_CHARACTERS
+            grammar = Grammar(partial(self._matcher, output.kind, text), is_large)
+        except BaseException as error:
+            if isinstance(error, TooSlowError) and lane + 1 < len(self._trials):
+                self._pools().compiling[lane + 1].submit(self._compile, output, compilation, lane + 1)
+            else:
+                future.set_exception(error)
+        else:
+            future.set_result(grammar)
+
+    def _is_abandoned(self, output: StructuredOutput, compilation: _Compilation) -> bool:
+        """Whether nobody waits for it; then it is forgotten."""
+        with self._lock:
+            if compilation.num_users == 0 and self._compilations.get(output) is compilation:
+                del self._compilations[output]
+            return compilation.num_users == 0
+
+    def _pools(self) -> _Executors:
         with self._lock:
             if self._executors is None:
-                self._executors = _make_executor("rvllm-compile"), _make_executor("rvllm-grammar")
+                self._executors = _Executors()
             return self._executors
 
-    def _matcher(self, output: StructuredOutput) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
+    def _matcher(self, kind: str, text: str, max_lexer_states: int) -> LLMatcher:
         with self._making_tokenizer:
             if self._ll_tokenizer is None:
                 self._ll_tokenizer = _make_tokenizer(self._tokenizer)
-        limits = LLParserLimits(
-            max_lexer_states=_MAX_LEXER_STATES, step_max_items=_MAX_STEP_ITEMS, verbose_errors=False
-        )
-        matcher = LLMatcher(self._ll_tokenizer, _source(output), log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # finds a grammar without any text, and warms up every copy's lexer
-        if matcher.is_error():
-            raise ValueError(f"{output.kind}: {_one_line(matcher.get_error())}")
-        return matcher
+        return compile_source(self._ll_tokenizer, kind, text, max_lexer_states)
 
 
 class GrammarState:
@@ -178,7 +220,7 @@ class GrammarState:
     """
 
     def __init__(
-        self, grammar: Grammar, tokenizer: Tokenizer, executor: ThreadPoolExecutor, after: str | None = None
+        self, grammar: Grammar, tokenizer: Tokenizer, executor: ThreadPoolExecutor, after: Sequence[str] = ()
     ) -> None:
         self._grammar = grammar
         self._matcher = grammar.new_matcher()
@@ -186,7 +228,7 @@ class GrammarState:
         self._num_tokens_at_renewal: int | None = None
         self._tokenizer = tokenizer
         self._executor = executor
-        self._after = b"" if after is None else after.encode()  # empty: the constraint has begun
+        self._after = tuple(text.encode() for text in after)  # none: the constraint has begun
         self._tail = b""
         self._words = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         self._future: Future[None] | None = None
@@ -213,7 +255,7 @@ class GrammarState:
             try:
                 self._future.result()
             except Exception as error:  # it must not end the other requests of the step
-                self.error = f"structured output: {type(error).__name__}: {_one_line(str(error))}"
+                self.error = f"structured output: {type(error).__name__}: {one_line(str(error))}"
                 self._words.fill(0)
         return self._words
 
@@ -222,10 +264,10 @@ class GrammarState:
         self._future = None
         if self._after:
             self._tail += self._tokenizer.token_bytes(token_id, special=True)
-            if self._after in self._tail:
-                self._after = self._tail = b""
+            if any(text in self._tail for text in self._after):
+                self._after, self._tail = (), b""
             else:
-                self._tail = self._tail[-len(self._after) :]
+                self._tail = self._tail[-max(map(len, self._after)) :]
         elif self.error is None:
             self._token_ids.append(token_id)
             if not self._matcher.consume_token(token_id):
@@ -255,17 +297,20 @@ class GrammarState:
     def _recover(self) -> None:
         """Goes on with a new table of states if the old one is full; else, or if that is of no use, sets error."""
         message, count = self._matcher.get_error(), len(self._token_ids)
-        self.error = TOO_COMPLEX + _one_line(message)
+        self.error = TOO_COMPLEX + one_line(message)
         is_in_vain = (
             self._num_tokens_at_renewal is not None and count < self._num_tokens_at_renewal + _MIN_TOKENS
         )
         if "too many states" not in message or is_in_vain or self._grammar.is_large:
             return
-        self._matcher, self._num_tokens_at_renewal = self._grammar.renewed_matcher(), count
-        for start in range(0, count, _REPLAYED_TOKENS):
+        num_bytes = sum(len(self._tokenizer.token_bytes(token_id)) for token_id in self._token_ids)
+        self._matcher, self._num_tokens_at_renewal = self._grammar.renewed_matcher(num_bytes), count
+        for start in range(0, count + 1, _REPLAYED_TOKENS):
             self._matcher.consume_tokens(self._token_ids[start : start + _REPLAYED_TOKENS])
-        self._fill_words()
-        if not self._matcher.is_error():
+            self._fill_words()  # which gives the lexer its fuel for the next tokens
+        if self._matcher.is_error():
+            self.error = TOO_COMPLEX + one_line(self._matcher.get_error())
+        else:
             self.error = None
 
 
@@ -313,12 +358,12 @@ class _Vocabulary:
         return ids
 
 
-def _make_executor(name: str) -> ThreadPoolExecutor:
-    executor = ThreadPoolExecutor(_NUM_THREADS, name)
-    all_started = threading.Barrier(_NUM_THREADS)
-    usual = threading.stack_size(_STACK_BYTES)  # of threads that start now
+def _make_executor(name: str, num_threads: int) -> ThreadPoolExecutor:
+    executor = ThreadPoolExecutor(num_threads, name)
+    all_started = threading.Barrier(num_threads)
+    usual = threading.stack_size(STACK_BYTES)  # of threads that start now
     try:
-        for future in [executor.submit(all_started.wait) for _ in range(_NUM_THREADS)]:
+        for future in [executor.submit(all_started.wait) for _ in range(num_threads)]:
             future.result()
     finally:
         threading.stack_size(usual)
@@ -337,29 +382,3 @@ def _num_characters(output: StructuredOutput) -> int:
     return len(str(output.json_schema or output.regex or output.grammar or "")) + sum(
         map(len, output.choice or ())
     )
-
-
-def _source(output: StructuredOutput) -> str:
-    """The grammar in llguidance's own form. Raises ValueError."""
-    from llguidance import LLMatcher, regex_to_lark
-
-    if output.json_object or output.json_schema is not None:
-        schema = '{"type": "object"}' if output.json_object else str(output.json_schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
-    if output.regex is not None:  # where \d is 0-9 and \w ASCII, as in a JSON schema
-        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(output.regex, 'dw')}/")
-    if output.choice is not None:
-        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in output.choice)
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")  # in capitals: one lexeme
-    from rvllm.gbnf import is_gbnf, to_lark
-
-    grammar = output.grammar or ""
-    return LLMatcher.grammar_from_lark(to_lark(grammar) if is_gbnf(grammar) else grammar)
-
-
-def _one_line(message: str) -> str:
-    """What llguidance says, without the excerpts that it adds."""
-    if "NoExtensionBias" in message:
-        return "no text can match"
-    message = message.partition("\n<")[0].partition("\n   1 | ")[0]
-    return " ".join(message.split())[:_MAX_MESSAGE]

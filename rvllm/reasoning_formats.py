@@ -20,6 +20,7 @@ class ReasoningFormat:
     """Thoughts between two marks, before the answer.
 
     signs: a chat template that holds one of them is of such a model. answer: marks around the answer, None for none.
+    other_ends: other texts that the end may be.
     """
 
     name: str
@@ -27,14 +28,19 @@ class ReasoningFormat:
     end: str
     signs: tuple[str, ...]
     answer: tuple[str, str] | None = None
+    other_ends: tuple[str, ...] = ()
 
     def is_thinking(self, prompt: str) -> bool:
         """Whether a prompt leaves the model within its thoughts."""
-        return prompt.rfind(self.start) > prompt.rfind(self.end)
+        return prompt.rfind(self.start) > max(map(prompt.rfind, self.ends))
 
     def is_thinking_after(self, prompt_token_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
         """As is_thinking(), of a prompt's token ids."""
         return self.is_thinking(tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return self.end, *self.other_ends
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -48,8 +54,13 @@ class ReasoningFormat:
 
 
 # Here each message of a turn names its channel: the thoughts last from the turn's beginning to the channel "final".
+# With a format for its answer in mind, gpt-oss writes that into the header, with a blank before it or without.
 HARMONY = ReasoningFormat(
-    "harmony", "<|start|>assistant", "<|channel|>final<|message|>", signs=("<|channel|>",)
+    "harmony",
+    "<|start|>assistant",
+    "<|channel|>final<|message|>",
+    signs=("<|channel|>",),
+    other_ends=tuple(f"<|channel|>final{gap}<|constrain|>json<|message|>" for gap in (" ", "")),
 )
 # The first row that a template has a sign of is its model's.
 FORMATS = (

@@ -40,12 +40,14 @@ class RequestPreparer:
     def __init__(self, engine: LLMEngine, refuse: Callable[[], None]) -> None:
         self._engine = engine
         self._refuse = refuse
+        engine.grammar_compiler.isolate()
         self._makers = ThreadPoolExecutor(_NUM_THREADS, "rvllm-prompt")
         self._encoders = ThreadPoolExecutor(_NUM_THREADS, "rvllm-prepare")
 
     def shutdown(self) -> None:
         self._makers.shutdown(wait=False)
         self._encoders.shutdown(wait=False)
+        self._engine.grammar_compiler.close()
 
     async def make(self, function: Callable[[], T]) -> T:
         """Result of a function that makes a prompt, or anything else that may take long."""

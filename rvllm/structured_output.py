@@ -29,8 +29,8 @@ class StructuredOutput:
     no look-around; \\d and \\w are ASCII).
     choice: one of these texts. grammar: text of a context-free grammar, in Lark's syntax as llguidance knows it, or
     in llama.cpp's GBNF (with a rule `root ::=`).
-    after: the constraint begins behind the first occurrence of this text; what comes before is free, except that the
-    answer may not end there. For models that think first: "</think>".
+    after: the constraint begins behind the first occurrence of this text, or of any of several; what comes before is
+    free, except that the answer may not end there. For models that think first: "</think>".
 
     Raises ValueError for none or two of them, a wrong type, JSON that is none, and what is larger than the limits
     above.
@@ -41,7 +41,7 @@ class StructuredOutput:
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
-    after: str | None = None
+    after: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -54,10 +54,18 @@ class StructuredOutput:
             raise ValueError(f"json_object must be True or False, got {self.json_object!r}")
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
-        for name in ("regex", "grammar", "after"):
+        for name in ("regex", "grammar"):
             _check_text(name, getattr(self, name))
+        if self.after is not None and not isinstance(self.after, str):
+            object.__setattr__(self, "after", tuple(self.after))
+        for text in self.after_texts:
+            _check_text("after", text)
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choices(self.choice))
+
+    @property
+    def after_texts(self) -> tuple[str, ...]:
+        return (self.after,) if isinstance(self.after, str) else tuple(self.after or ())
 
     @property
     def kind(self) -> str:

@@ -35,7 +35,7 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
 
 
 def forced_calls(
-    tools: Sequence[Tool], name: str | None = None, parallel: bool = True, after: str | None = None
+    tools: Sequence[Tool], name: str | None = None, parallel: bool = True, after: Sequence[str] = ()
 ) -> StructuredOutput:
     """What an answer must be when a tool has to be called: the one named, or any.
 
@@ -66,7 +66,7 @@ def forced_calls(
     schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if name is None and parallel:
         schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PARALLEL_CALLS}
-    return StructuredOutput(json_schema={**schema, "$defs": definitions}, after=after)
+    return StructuredOutput(json_schema={**schema, "$defs": definitions}, after=after or None)
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:

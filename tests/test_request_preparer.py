@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 from async_engines import ENDLESS, SHORT, collect, drive, running, until
@@ -13,7 +12,7 @@ from fake_runner import tokens_alone
 
 from rvllm.async_engine import AsyncEngine, QueueFullError
 from rvllm.chat_template import ChatTemplate, ChatTemplateError, is_abandoned
-from rvllm.grammar import GrammarCompiler
+from rvllm.grammar_source import GrammarTrial
 from rvllm.sampling_params import SamplingParams
 from rvllm.structured_output import StructuredOutput
 
@@ -31,12 +30,12 @@ class SlowCompiler:
         self.begun: list[str | None] = []
         self.gate = threading.Event()
 
-        def compile_matcher(compiler: GrammarCompiler, output: StructuredOutput) -> Any:
+        def source(trial: GrammarTrial, output: StructuredOutput) -> str:
             self.begun.append(output.regex)
             self.gate.wait()
             raise ValueError(f"regex: {output.regex} is bad")
 
-        monkeypatch.setattr(GrammarCompiler, "_matcher", compile_matcher)
+        monkeypatch.setattr(GrammarTrial, "source", source)
 
 
 async def is_served(engine: AsyncEngine, name: str) -> None:
@@ -54,7 +53,7 @@ def test_slow_grammars_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> N
                 for i in range(8)
             ]
             try:
-                await until(lambda: len(compiler.begun) == 2)
+                await until(lambda: len(compiler.begun) == 1)
                 for i in range(4):
                     await is_served(engine, f"plain-{i}")
                 tasks[3].cancel()
@@ -82,7 +81,7 @@ def test_compilations_are_limited_in_time_and_number(monkeypatch: pytest.MonkeyP
                     for i in range(3)
                 ]
                 await until(
-                    lambda: len(compiler.begun) == 2 and engine.engine.grammar_compiler.num_compiling == 3
+                    lambda: len(compiler.begun) == 1 and engine.engine.grammar_compiler.num_compiling == 3
                 )
                 with pytest.raises(QueueFullError, match="too many grammars"):
                     await collect(engine.generate("more", [5], constrained("9")))

@@ -16,6 +16,8 @@ from tiny_gguf import EOS_TOKEN_ID, write_tiny_model
 from rvllm import LLM, SamplingParams, StructuredOutput, _core
 from rvllm.gguf_file import GGUFFile
 from rvllm.grammar import TOO_COMPLEX, GrammarCompiler, GrammarState
+from rvllm.reasoning_formats import find_reasoning
+from rvllm.server.chat_output import ChatOutput, TurnFormat
 from rvllm.tokenizer import Tokenizer
 
 
@@ -63,6 +65,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"choice": ["a", ""]}, "choice must hold texts that are not empty"),
         ({"choice": ["a"] * 20_000}, "choice has 20000 entries"),
         ({"json_object": True, "after": ""}, "after must be a text"),
+        ({"json_object": True, "after": ["a", 1]}, "after must be a text"),
     ],
 )
 def test_nonsense(arguments: dict[str, Any], message: str) -> None:
@@ -212,6 +215,22 @@ def test_after_a_mark() -> None:
     assert matches(output, "hm <think></think>yes")
     assert not matches(output, "yes")
     assert not matches(output, "</think>no")
+    several = StructuredOutput(choice=["yes"], after=["</think>", "<answer as=json>"])
+    assert matches(several, "hm <think></think>yes") and matches(several, "<answer as=json>yes")
+    assert not matches(several, "<answer>yes") and not matches(several, "<answer as=json>no")
+
+
+def test_the_answer_of_gpt_oss_begins_behind_any_header_of_its_channel() -> None:
+    turn = TurnFormat(find_reasoning("<|channel|>"), is_thinking=True)
+    output = StructuredOutput(json_schema=obj({"a": {"type": "integer"}}), after=turn.after)
+    thoughts = "<|channel|>analysis<|message|>{hm}<|end|><|start|>assistant"
+    for header in ("final", "final <|constrain|>json", "final<|constrain|>json"):
+        begun = f"{thoughts}<|channel|>{header}<|message|>"
+        assert matches(output, begun + '{"a": 1}') and not matches(output, begun + "1")
+        chat = ChatOutput(turn)
+        deltas = chat.push(begun + '{"a": 1}') + chat.finish()
+        assert "".join(delta.get("content", "") for delta in deltas) == '{"a": 1}'
+    assert not matches(output, thoughts + '<|channel|>commentary<|message|>{"a": 1}')
 
 
 @pytest.mark.parametrize("name", ["smollm2_path", "gemma3_path"])
@@ -421,7 +440,7 @@ def advance(state: GrammarState, text: str) -> str | None:
 
 
 def test_long_texts_renew_the_table_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rvllm.grammar._MAX_LEXER_STATES", 3000)
+    monkeypatch.setattr("rvllm.grammar.MAX_LEXER_STATES", 3000)
     fresh = GrammarCompiler(tokenizer())
     early = fresh.compile(LONG)
     for _ in range(2):  # the second answer finds the table as the first has left it
@@ -435,6 +454,14 @@ def test_long_texts_renew_the_table_of_states(monkeypatch: pytest.MonkeyPatch) -
     assert allowed_ids(early) == allowed_ids_after(fresh, '{"text": "' + "x" * 2000)
 
 
+def test_an_answer_may_be_longer_than_its_first_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the text so far, read again, fills a table of that size by itself."""
+    monkeypatch.setattr("rvllm.grammar.MAX_LEXER_STATES", 3000)
+    state = GrammarCompiler(tokenizer()).compile(LONG)
+    assert advance(state, json.dumps({"text": "some words " * 800})) is None
+    assert state.is_finished
+
+
 def allowed_ids_after(fresh: GrammarCompiler, text: str) -> list[int]:
     state = fresh.compile(LONG)
     assert advance(state, text) is None
@@ -442,7 +469,8 @@ def allowed_ids_after(fresh: GrammarCompiler, text: str) -> list[int]:
 
 
 def test_an_answer_that_needs_too_many_states_at_once_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rvllm.grammar._MAX_LEXER_STATES", 300)
+    monkeypatch.setattr("rvllm.grammar.MAX_LEXER_STATES", 300)
+    monkeypatch.setattr("rvllm.grammar._MAX_RENEWED_STATES", 300)
     fresh = GrammarCompiler(tokenizer())
     letters = "".join(np.random.default_rng(1).choice(list("ab"), 2000))
     error = advance(fresh.compile(StructuredOutput(regex="(a|b)*a(a|b){24}c")), letters)
@@ -456,7 +484,7 @@ def test_many_choices_are_one_lexeme() -> None:
 
 
 def test_a_text_of_too_many_readings_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rvllm.grammar._MAX_STEP_ITEMS", 200)
+    monkeypatch.setattr("rvllm.grammar_source._MAX_STEP_ITEMS", 200)
     fresh = GrammarCompiler(tokenizer())
     error = advance(fresh.compile(StructuredOutput(grammar="start: s\ns: s s | /[a-z]/")), "a" * 300)
     assert error is not None and error.startswith(TOO_COMPLEX) and "Too many items" in error

@@ -38,9 +38,9 @@ class TurnFormat:
     forced: StructuredOutput | None = None
 
     @property
-    def after(self) -> str | None:
-        """The text behind which a constraint begins: a model that thinks is free until it has done so."""
-        return self.reasoning.end if self.reasoning is not None and self.is_thinking else None
+    def after(self) -> tuple[str, ...]:
+        """The texts behind which a constraint begins: a model that thinks is free until it has done so."""
+        return self.reasoning.ends if self.reasoning is not None and self.is_thinking else ()
 
     def hides_marks(self, tokenizer: Tokenizer) -> bool:
         """Whether a mark is a control token, which leaves no text unless asked to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rvllm.server.errors import bad_request, from_value_error, unsupported
@@ -19,11 +19,11 @@ def structured_output(
     body: SamplingFields,
     text_format: Mapping[str, Any] | None = None,
     field: str = "response_format",
-    after: str | None = None,
+    after: Sequence[str] = (),
 ) -> StructuredOutput | None:
     """Of text_format (the field that OpenAI's API has), structured_outputs, grammar and json_schema.
 
-    after: the text behind which the constraint begins. Raises APIError for more than one.
+    after: the texts behind any of which the constraint begins. Raises APIError for more than one.
     """
     wanted: dict[str, dict[str, Any]] = {}
     if text_format is not None:
@@ -39,7 +39,7 @@ def structured_output(
         raise bad_request(f"{' and '.join(wanted)} exclude each other", list(wanted)[1])
     for name, arguments in wanted.items():
         try:
-            return StructuredOutput(**arguments, after=after)
+            return StructuredOutput(**arguments, after=after or None)
         except ValueError as error:
             raise bad_request(f"{name}: {from_value_error(error).message}", name) from None
     return None

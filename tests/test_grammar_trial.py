@@ -1,0 +1,76 @@
+"""Grammars on trial: a hostile one is ended, and holds up no other."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+from grammars import tokenizer
+
+from rvllm.grammar import GrammarCompiler
+from rvllm.grammar_source import GrammarTrial, TooSlowError, source
+from rvllm.structured_output import StructuredOutput
+
+HOSTILE = [StructuredOutput(json_schema={"type": "integer", "multipleOf": 10**8 - k}) for k in (11, 3)]
+BENIGN = StructuredOutput(regex="[a-z]{2,9}")
+
+
+@pytest.fixture
+def trial() -> Iterator[GrammarTrial]:
+    trial = GrammarTrial(cpu_seconds=0.1)
+    yield trial
+    trial.close()
+
+
+def test_it_finds_what_compiling_finds(trial: GrammarTrial) -> None:
+    for output in (
+        BENIGN,
+        StructuredOutput(json_object=True),
+        StructuredOutput(choice=['\u00e9"\\\n'], after="x"),
+    ):
+        assert trial.source(output) == source(output)
+    for bad in (StructuredOutput(regex="("), StructuredOutput(grammar="start: foo")):
+        with pytest.raises(ValueError, match=r"^(regex: .*unclosed group|grammar: .*unknown name)") as error:
+            trial.source(bad)
+        with pytest.raises(ValueError) as same:
+            GrammarCompiler(tokenizer()).compile(bad)
+        assert str(error.value) == str(same.value)
+
+
+def test_it_ends_what_takes_too_long_and_goes_on(trial: GrammarTrial) -> None:
+    for hostile in HOSTILE:
+        with pytest.raises(TooSlowError, match=r"^json_schema: takes more than 0\.1 seconds to compile$"):
+            trial.source(hostile)
+        assert trial.source(BENIGN) == source(BENIGN)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no memory limits here")
+def test_it_ends_what_takes_too_much_memory() -> None:
+    trial = GrammarTrial(cpu_seconds=60)
+    try:
+        trial.source(BENIGN)
+        assert trial._process is not None
+        resource.prlimit(trial._process.pid, resource.RLIMIT_AS, (2**28, 2**30))
+        with pytest.raises(ValueError, match=r"^json_schema: takes too much memory to compile$"):
+            trial.source(HOSTILE[0])
+        assert trial.source(BENIGN) == source(BENIGN)
+    finally:
+        trial.close()
+
+
+def test_hostile_grammars_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rvllm.grammar._TRIAL_SECONDS", (0.1, 600.0))
+    compiler = GrammarCompiler(tokenizer())
+    compiler.isolate()
+    try:
+        with compiler.compiling(HOSTILE[0]) as first, compiler.compiling(HOSTILE[1]) as second:
+            state = compiler.compile(BENIGN)
+            state.advance(ord("a"))
+            assert not first.done() and not second.done()
+            compiler.close()
+            with pytest.raises(ValueError, match="json_schema: "):
+                first.result()
+        second.exception()
+    finally:
+        compiler.close()
