@@ -193,7 +193,7 @@ class _Reader:
                 )
             value = int(value[0])
         if value is None:
-            raise self.fail(key, "missing")
+            raise self.fail(key, f"missing, expected an integer between {low} and {high}")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, f"expected an integer, not {reprlib.repr(value)}")
         if not low <= value <= high:
@@ -318,6 +318,12 @@ class _Reader:
         count = self.integer("expert_count", default=0, low=0, high=_MAX_EXPERTS)
         if count and family.norm_topk_prob is None:
             raise self.fail("expert_count", f"{count}, but mixtures of experts are not supported here")
+        router = "blk.0.ffn_gate_inp"
+        if self.rows(router) not in (0, count):
+            given = count if "expert_count" in self.keys() else "missing, which means 0,"
+            raise self.fail(
+                "expert_count", f"{given} does not fit {router}.weight, which has {self.rows(router)} rows"
+            )
         return count
 
     def experts(self, num_experts: int) -> dict[str, int]:

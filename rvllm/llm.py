@@ -22,7 +22,7 @@ from rvllm.profile import ProfiledEngine
 from rvllm.request import RequestOutput
 from rvllm.request_group import RequestGroup
 from rvllm.sampling_params import SamplingParams
-from rvllm.tokenizer import Tokenizer
+from rvllm.tokenizer import Tokenizer, TokenizerError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,10 +101,7 @@ class LLM:
         )
         with GGUFFile(resolve_model(model)) as gguf:
             model_config = ModelConfig.from_gguf(gguf, max_model_len)
-            if tokenizer is None:
-                self.tokenizer = Tokenizer.from_gguf(gguf.metadata)
-            else:
-                self.tokenizer = Tokenizer.from_file(tokenizer, gguf.metadata)
+            self.tokenizer = _load_tokenizer(gguf, tokenizer)
             self.chat_template = ChatTemplate.from_gguf(gguf.metadata, self.tokenizer)
             runner = ModelRunner(gguf, model_config, engine_config)
         self.profile = runner.profile
@@ -291,6 +288,17 @@ class LLM:
                 results[int(output.request_id)].add(output)
                 show(output)
         return results
+
+
+def _load_tokenizer(gguf: GGUFFile, path: str | os.PathLike[str] | None) -> Tokenizer:
+    """The model's own, or that of a tokenizer.json. Errors name the file that is wrong."""
+    try:
+        return (
+            Tokenizer.from_gguf(gguf.metadata) if path is None else Tokenizer.from_file(path, gguf.metadata)
+        )
+    except TokenizerError as error:
+        names_file = path is not None and str(error).startswith(f"{path}: ")
+        raise TokenizerError(str(error) if names_file else f"{gguf.path}: {error}") from None
 
 
 def _as_list(prompts: object) -> Sequence[object]:

@@ -121,12 +121,12 @@ def test_profile_names_what_a_mixture_does(tmp_path: Path) -> None:
         ("qwen3moe", "expert_used_count", 8, r"expert_used_count: 8 is not between 1 and 7"),
         ("qwen3moe", "expert_used_count", 0, r"expert_used_count: 0 is not between 1 and 7"),
         ("qwen3moe", "expert_count", 5000, r"expert_count: 5000 is not between 0 and 1024"),
-        ("qwen3moe", "expert_count", 8, r"blk\.0\.ffn_gate_inp\.weight: shape \[7, 64\], expected \[8, 64\]"),
-        ("qwen3moe", "expert_count", 0, r"blk\.0\.ffn_gate\.weight: tensor is missing"),
+        ("qwen3moe", "expert_count", 8, r"expert_count: 8 does not fit blk\.0\.ffn_gate_inp\.weight, which has 7 rows"),
+        ("qwen3moe", "expert_count", 0, r"expert_count: 0 does not fit blk\.0\.ffn_gate_inp\.weight, which has 7 rows"),
         ("qwen3moe", "expert_feed_forward_length", 31, r"ffn_gate_exps\.weight: shape \[224, 64\], expected \[217"),
         ("qwen3moe", "expert_group_count", 2, r"qwen3moe\.expert_group_count: 2 is not supported; supported: 1"),
         ("qwen3", "expert_count", 4, r"qwen3\.expert_count: 4, but mixtures of experts are not supported here"),
-        ("llama", "expert_count", 4, r"llama\.expert_used_count: missing"),
+        ("llama", "expert_count", 4, r"llama\.expert_used_count: missing, expected an integer between 1 and 4"),
     ],
 )  # fmt: skip
 def test_wrong_keys_are_named(tmp_path: Path, arch: str, key: str, value: int, message: str) -> None:
@@ -134,6 +134,18 @@ def test_wrong_keys_are_named(tmp_path: Path, arch: str, key: str, value: int, m
     write_tiny_model(path, arch, metadata={f"{arch}.{key}": value})
     with pytest.raises(GGUFError, match=message):
         load(path)
+
+
+def test_missing_key_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, "qwen3moe")
+    gguf = GGUFFile(path)
+    del gguf.metadata["qwen3moe.expert_count"]
+    message = (
+        r"expert_count: missing, which means 0, does not fit blk\.0\.ffn_gate_inp\.weight, which has 7 rows"
+    )
+    with pytest.raises(GGUFError, match=message):
+        ModelConfig.from_gguf(gguf)
 
 
 @pytest.mark.parametrize(
