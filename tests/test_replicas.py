@@ -208,9 +208,9 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(model: Path) -> None
     with start(model, "--drain-timeout", "60") as process:
         replicas = Replicas(process)
         children = psutil.Process(process.process.pid).children(recursive=True)
+        pids = replicas.pids()
         with replicas.stream(**{**LONG, "max_tokens": 3000}) as (_, lines):
-            process.process.send_signal(signal.SIGTERM)
-            for pid in replicas.pids():  # as a service manager sends it to all
+            for pid in (process.process.pid, *pids):  # as a service manager sends it to all
                 os.kill(pid, signal.SIGTERM)
             wait_until(lambda: httpx.get(f"{replicas.url}/health").status_code == 503)
             assert error_of(replicas.post(prompt="x"), 503)["code"] == "shutting_down"
@@ -242,10 +242,11 @@ def test_no_replica_outlives_its_router(model: Path, number: signal.Signals) -> 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
-    assert main(["serve", "--port", "0", "-m", "bad.gguf", "--replicas", "2"]) == 2
-    listening, error = capfd.readouterr().err.splitlines()
-    assert listening.startswith("rvllm: listening at ")
-    assert error.startswith("rvllm: error: ") and "bad.gguf" in error
+    for name in ("bad.gguf", "missing.gguf"):
+        assert main(["serve", "--port", "0", "-m", name, "--replicas", "2"]) == 2
+        listening, error = capfd.readouterr().err.splitlines()
+        assert listening.startswith("rvllm: listening at ")
+        assert error.startswith("rvllm: error: ") and name in error
 
 
 def supervise(monkeypatch: pytest.MonkeyPatch, ends: list[str], has_started: bool) -> ReplicaSet:

@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from rvllm.cli.errors import CommandError, user_errors
+from rvllm.models import resolve_model
 from rvllm.server.logs import configure_logging
 from rvllm.server.processors import format_processors, pin, processor_shares
 from rvllm.server.replica_process import Report, run_replica
@@ -67,6 +68,8 @@ class ReplicaSet:
         announce(self._listener)
         allow_many_connections()
         try:
+            with user_errors():
+                resolve_model(self._args.model)  # what is not cached is fetched once, not by each replica
             self._uvicorn.run([self._listener])
         finally:
             self._kill()
