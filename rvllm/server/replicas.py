@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
@@ -199,6 +200,7 @@ class ReplicaSet:
 @contextmanager
 def _inherited(processors: Sequence[int]) -> Iterator[None]:
     """What a process that is started within gets: its processors, and no SIGINT, which Ctrl-C sends to all."""
+    resource_tracker.ensure_running()  # the first start would do it, and let SIGINT through again
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(processors)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pin(processors)

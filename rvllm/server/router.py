@@ -36,7 +36,7 @@ from rvllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
-PROBE_TIMEOUT = 5.0  # seconds in which a replica tells how it is
+PROBE_TIMEOUT = 2.0  # seconds in which a replica tells how it is
 _DONE_PATHS = ("/v1/completions", "/v1/chat/completions")  # whose streams end with [DONE]
 _OWN_HEADERS = frozenset(  # of the client's connection, or judged here
     b"authorization connection content-length expect keep-alive origin proxy-connection te trailer transfer-encoding "
