@@ -209,7 +209,7 @@ def test_sigterm_lets_requests_finish_and_leaves_no_process(model: Path) -> None
         replicas = Replicas(process)
         children = psutil.Process(process.process.pid).children(recursive=True)
         pids = replicas.pids()
-        with replicas.stream(**{**LONG, "max_tokens": 10_000}) as (_, lines):
+        with replicas.stream(**{**LONG, "max_tokens": 6000}) as (_, lines):
             for pid in (process.process.pid, *pids):  # as a service manager sends it to all
                 os.kill(pid, signal.SIGTERM)
             wait_until(lambda: httpx.get(f"{replicas.url}/health").status_code == 503)
