@@ -174,7 +174,7 @@ class ReplicaSet:
         num_replicas = len(self._fleet.replicas)
         if args.threads is None:
             args.threads = max(1, min(len(replica.processors), int(min(cpu_quota(), 2**16) / num_replicas)))
-        if args.seed is not None:
+        if args.seed is not None and 0 <= args.seed < 2**64:  # any other is an error to report
             args.seed = (args.seed + replica.index) % 2**64
         process = _spawn.Process(
             target=run_replica,
