@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+
+from rvllm.extension import import_extension
 
 _CUBLAS_NAMES = ("libcublas.so.13", "libcublas.so.12")
 
 
 def import_cuda() -> ModuleType:
     """The extension module rvllm._cuda. Raises ValueError saying how to get it when this installation has none."""
-    try:
-        return import_module("rvllm._cuda")
-    except ModuleNotFoundError as error:
-        if error.name != "rvllm._cuda":
-            raise
-        raise ValueError(
-            "device 'cuda' needs rvllm's CUDA extension, which was not built: install the CUDA 13 toolkit, set "
-            "CUDA_HOME to it (or put nvcc on PATH), and install rvllm[cuda] again from its source"
-        ) from None
+    return import_extension(
+        "_cuda",
+        "device 'cuda' needs rvllm's CUDA extension, which was not built: install the CUDA 13 toolkit, set CUDA_HOME "
+        "to it (or put nvcc on PATH), and install rvllm[cuda] again from its source",
+    )
 
 
 def cublas_libraries() -> list[str]:

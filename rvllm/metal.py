@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+
+from rvllm.extension import import_extension
 
 
 def import_metal() -> ModuleType:
     """The extension module rvllm._metal. Raises ValueError saying how to get it when this installation has none."""
-    try:
-        return import_module("rvllm._metal")
-    except ModuleNotFoundError as error:
-        if error.name != "rvllm._metal":
-            raise
-        if sys.platform != "darwin":
-            raise ValueError(
-                "device 'metal' is an Apple GPU: rvllm's Metal extension is built on macOS alone"
-            ) from None
-        raise ValueError(
-            "device 'metal' needs rvllm's Metal extension, which was not built: install Xcode's command line tools "
-            "(xcode-select --install), and install rvllm again from its source"
-        ) from None
+    missing = (
+        "needs rvllm's Metal extension, which was not built: install Xcode's command line tools "
+        "(xcode-select --install), and install rvllm again from its source"
+        if sys.platform == "darwin"
+        else "is an Apple GPU: rvllm's Metal extension is built on macOS alone"
+    )
+    return import_extension("_metal", f"device 'metal' {missing}")
 
 
 def kernel_library() -> str:
