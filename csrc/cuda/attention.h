@@ -2,17 +2,12 @@
 
 #include "cuda/cuda_kv_cache.h"
 #include "cuda/kernels.h"
+#include "step_arrays.h"
 
 namespace rvllm::cuda {
 
-constexpr int kPartition = 256;     // positions worked on at a time, and merged in ascending order, as on the CPU
 constexpr int kMaxQueryRows = 16;   // query rows (tokens x heads of one KV head) that share reads of keys and values
 constexpr int kMaxHeadDim = 256;
-
-// Neighbouring tokens of one request.
-struct AttentionUnit {
-  int first_token, num_tokens, request, padding;
-};
 
 struct AttentionArgs {
   KVLayout cache;  // of the layer

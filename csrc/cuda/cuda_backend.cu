@@ -14,12 +14,6 @@ namespace {
 
 constexpr int64_t kMaxPartitionBytes = int64_t(128) << 20;  // that attention may take beside the KV cache
 
-int64_t power_of_two(int64_t at_least) {
-  int64_t n = 1;
-  while (n < at_least) n *= 2;
-  return n;
-}
-
 }  // namespace
 
 CudaBackend::CudaBackend(const CudaOptions& options) : options_(options), pool_(options.num_threads) {
@@ -143,61 +137,16 @@ void CudaBackend::reserve(Scratch& scratch, int64_t bytes, const char* what) {
   scratch.bytes = size_t(bytes);
 }
 
-// All arrays go up in one copy, to places that depend on the shape of the batch alone.
+// All arrays go up in one copy.
 void CudaBackend::begin_step(const Batch& batch) {
   use_device();
-  std::vector<int> host;
-  const auto put = [&](const int* values, int64_t count) {
-    const size_t at = (host.size() + 3) / 4 * 4;
-    host.resize(at + size_t(count));
-    if (count > 0 && values) std::memcpy(host.data() + at, values, size_t(count) * sizeof(int));
-    return at;
-  };
-  const int64_t tokens = batch.num_tokens, requests = batch.num_requests;
-  const size_t ids = put(batch.input_ids, tokens), positions = put(batch.positions, tokens);
-  const size_t indices = put(batch.logits_indices, batch.num_logits);
-  step_.groups.clear();
-  step_.units.clear();
-  std::vector<size_t> at;
-  const auto put_group = [&](const int* slots, const int* tables, int max_blocks) {
-    const int64_t width = power_of_two(max_blocks);
-    at.push_back(put(slots, tokens));
-    at.push_back(put(nullptr, requests * width));
-    for (int64_t r = 0; r < requests && max_blocks > 0; ++r)
-      std::memcpy(host.data() + at.back() + r * width, tables + r * max_blocks, size_t(max_blocks) * sizeof(int));
-    step_.groups.push_back({nullptr, nullptr, int(width)});
-  };
-  for (const BlockTables& g : batch.groups) put_group(g.slot_mapping, g.block_tables, g.max_blocks);
-  max_partitions_ = 1;
-  for (int64_t r = 0; r < requests; ++r)
-    max_partitions_ = std::max<int64_t>(max_partitions_, (batch.context_lens[r] + kPartition - 1) / kPartition);
-  const bool decodes = tokens == requests;  // each request has one token
-  for (int size = 1; requests > 0 && size <= (decodes ? 1 : kMaxQueryRows); size *= 2) {
-    std::vector<AttentionUnit> units;
-    for (int r = 0; r < batch.num_requests; ++r)
-      for (int t = batch.query_start_loc[r]; t < batch.query_start_loc[r + 1]; t += size)
-        units.push_back({t, std::min(size, batch.query_start_loc[r + 1] - t), r, 0});
-    at.push_back(put(reinterpret_cast<const int*>(units.data()), int64_t(units.size()) * 4));
-    step_.units.push_back({size, int(units.size()), nullptr});
-  }
-
-  const size_t bytes = host.size() * sizeof(int);
+  step_ = StepArrays(batch, kMaxQueryRows);
+  const size_t bytes = step_.bytes();
   reserve(batch_memory_, power_of_two(std::max<int64_t>(int64_t(bytes), 4096)), "the arrays of a step");
-  if (bytes > 0) {
-    void* const pinned = staging_->take(bytes);
-    std::memcpy(pinned, host.data(), bytes);
-    check_cuda(cudaMemcpyAsync(batch_memory_.as(), pinned, bytes, cudaMemcpyHostToDevice, stream_), "copying a batch");
-  }
-  const int* const base = batch_memory_.as<const int>();
-  step_.input_ids = base + ids;
-  step_.positions = base + positions;
-  step_.logits_indices = base + indices;
-  size_t next = 0;
-  for (Tables& t : step_.groups) {
-    t.slot_mapping = base + at[next++];
-    t.block_tables = base + at[next++];
-  }
-  for (StepArrays::Units& u : step_.units) u.data = reinterpret_cast<const AttentionUnit*>(base + at[next++]);
+  void* const pinned = staging_->take(bytes);
+  std::memcpy(pinned, step_.data(), bytes);
+  check_cuda(cudaMemcpyAsync(batch_memory_.as(), pinned, bytes, cudaMemcpyHostToDevice, stream_), "copying a batch");
+  step_.place(batch_memory_.as<const int>());
   open_ = {};
   graphs_->begin();
 }
@@ -253,7 +202,7 @@ void CudaBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
 void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                   const AttentionParams& params) {
   const auto& kv = static_cast<const CudaKVCache&>(cache);
-  const Tables& tables = step_.groups[size_t(cache.group)];
+  const StepArrays::Tables& tables = step_.groups[size_t(cache.group)];
   AttentionArgs args{};
   args.cache = kv.layer(layer);
   args.q = q.data;
@@ -270,17 +219,14 @@ void CudaBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, in
   args.scale = params.scale;
   args.soft_cap = params.soft_cap;
   args.sinks = params.sinks ? static_cast<const CudaVector*>(params.sinks)->values() : nullptr;
-  const StepArrays::Units* units = &step_.units.front();
-  for (const StepArrays::Units& u : step_.units)
-    if (u.tokens * args.heads_a_unit <= kMaxQueryRows) units = &u;
-  args.units = units->data;
-  const int num_units = units->count, rows = units->tokens * args.heads_a_unit, tokens = int(q.rows);
+  const StepArrays::Units& units = step_.units(args.heads_a_unit);
+  args.units = units.data;
+  const int num_units = units.count, rows = units.tokens * args.heads_a_unit, tokens = int(q.rows);
   // With few units, every partition gets a block of its own, and the results are merged: a power of two of them, since
   // each number makes a graph of its own.
-  int64_t partitions = max_partitions_;
-  if (params.window > 0) partitions = std::min<int64_t>(partitions, (params.window + kPartition - 2) / kPartition + 1);
+  const int64_t partitions = step_.partitions(params.window);
   const int blocks = num_units * params.num_kv_heads * ((args.group + args.heads_a_unit - 1) / args.heads_a_unit);
-  const int64_t num_parts = power_of_two(partitions + (units->tokens > 1 ? 1 : 0));
+  const int64_t num_parts = power_of_two(partitions + (units.tokens > 1 ? 1 : 0));
   const int64_t bytes = int64_t(tokens) * params.num_heads * num_parts * (2 + params.head_dim) * int64_t(sizeof(float));
   const bool splits = partitions > 1 && blocks < 4 * num_processors_ && bytes <= kMaxPartitionBytes;
   if (splits) {

@@ -83,22 +83,6 @@ class CudaBackend final : public Backend {
     template <class T = void>
     T* as() const { return static_cast<T*>(memory.get()); }
   };
-  // A step's arrays on the device.
-  struct Tables {
-    const int* slot_mapping;
-    const int* block_tables;
-    int max_blocks;
-  };
-  struct StepArrays {
-    const int *input_ids, *positions, *logits_indices;
-    std::vector<Tables> groups;
-    struct Units {
-      int tokens;  // of a unit, at most
-      int count;
-      const AttentionUnit* data;
-    };
-    std::vector<Units> units;  // by tokens of a unit, ascending
-  };
   // Where the rows of a product come from.
   struct Rows {
     enum Kind { kPlain, kNorm, kActivated } kind = kPlain;
@@ -151,8 +135,7 @@ class CudaBackend final : public Backend {
   Scratch best_, batch_memory_, quantized_, hidden_, partitions_, blas_weight_, blas_input_, expert_memory_;
   std::shared_ptr<void> download_memory_;
   size_t download_bytes_ = 0;
-  StepArrays step_;
-  int64_t max_partitions_ = 0;  // of a request's context
+  StepArrays step_;  // on the device
   ExpertRows experts_;
 };
 

@@ -11,7 +11,6 @@
 namespace rvllm {
 namespace {
 
-constexpr int kPartition = 256;   // positions of a context that attention works on at a time
 constexpr int kMaxQueryRows = 8;  // query rows (tokens x heads of one KV head) that share reads of keys and values
 constexpr int kMaxHeadDim = 256;
 constexpr int kMaxExperts = 1024;
@@ -126,56 +125,16 @@ void MetalBackend::reserve(Scratch& scratch, int64_t bytes, const char* what) {
 
 void MetalBackend::begin_step(const Batch& batch) {
   device_.synchronize();  // the arrays of the step before may still be read
-  std::vector<int> host;
-  const auto put = [&](const void* values, int64_t count) {
-    const size_t at = (host.size() + 3) / 4 * 4;
-    host.resize(at + size_t(count));
-    if (count > 0) std::memcpy(host.data() + at, values, size_t(count) * sizeof(int));
-    return at;
-  };
-  const int64_t tokens = batch.num_tokens, requests = batch.num_requests;
-  const size_t ids = put(batch.input_ids, batch.input_ids ? tokens : 0);
-  const size_t positions = put(batch.positions, batch.positions ? tokens : 0);
-  const size_t indices = put(batch.logits_indices, batch.num_logits);
-  std::vector<size_t> at;
-  groups_.clear();
-  for (const BlockTables& g : batch.groups) {
-    at.push_back(put(g.slot_mapping, tokens));
-    at.push_back(put(g.block_tables, requests * g.max_blocks));
-    groups_.push_back({nullptr, nullptr, g.max_blocks});
-  }
-  max_partitions_ = 1;
-  for (int64_t r = 0; r < requests; ++r)
-    max_partitions_ = std::max(max_partitions_, divided_up(batch.context_lens[r], kPartition));
-  units_.clear();
-  const bool decodes = tokens == requests;  // each request has one token
-  for (int size = 1; requests > 0 && size <= (decodes ? 1 : kMaxQueryRows); size *= 2) {
-    std::vector<Unit> units;
-    for (int r = 0; r < batch.num_requests; ++r)
-      for (int t = batch.query_start_loc[r]; t < batch.query_start_loc[r + 1]; t += size)
-        units.push_back({t, std::min(size, batch.query_start_loc[r + 1] - t), r, 0});
-    at.push_back(put(units.data(), int64_t(units.size()) * 4));
-    units_.push_back({size, int(units.size()), nullptr});
-  }
-  host.resize(host.size() + 4);  // so that an empty array at the end has an address
-  reserve(batch_memory_, std::max<int64_t>(4096, 2 * int64_t(host.size() * sizeof(int))), "the arrays of a step");
-  int* const base = batch_memory_.as<int>();
-  std::memcpy(base, host.data(), host.size() * sizeof(int));
-  input_ids_ = base + ids;
-  positions_ = base + positions;
-  logits_indices_ = base + indices;
-  size_t next = 0;
-  for (Tables& t : groups_) {
-    t.slot_mapping = base + at[next++];
-    t.block_tables = base + at[next++];
-  }
-  for (Units& u : units_) u.data = reinterpret_cast<const Unit*>(base + at[next++]);
+  step_ = StepArrays(batch, kMaxQueryRows);
+  reserve(batch_memory_, power_of_two(std::max<int64_t>(int64_t(step_.bytes()), 4096)), "the arrays of a step");
+  std::memcpy(batch_memory_.as(), step_.data(), step_.bytes());
+  step_.place(batch_memory_.as<const int>());
 }
 
 void MetalBackend::embedding(Tensor out, const Weight& table, float scale) {
   const MetalMatrix& m = static_cast<const MetalWeight&>(table).parts.front();
   device_.encode(m.kernel("embedding"), grid_of(out), 256, EmbeddingArgs{m.args, int(out.stride), scale},
-                 {out.data, m.data, input_ids_});
+                 {out.data, m.data, step_.input_ids});
 }
 
 void MetalBackend::norm(Tensor out, Tensor x, const Norm& norm) {
@@ -270,13 +229,13 @@ void MetalBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
   const auto& kv = static_cast<const MetalKVCache&>(cache);
   device_.encode(std::string("store_kv_") + kKVTypeNames[int(kv.layout.type)], {k.rows, kv.layout.num_kv_heads, 2},
                  int(divided_up(kv.layout.head_dim, 32)) * 32, StoreArgs{kv.args(), int(k.stride), int(v.stride)},
-                 {kv.layer(layer), k.data, v.data, groups_[size_t(cache.group)].slot_mapping});
+                 {kv.layer(layer), k.data, v.data, step_.groups[size_t(cache.group)].slot_mapping});
 }
 
 void MetalBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                    const AttentionParams& params) {
   const auto& kv = static_cast<const MetalKVCache&>(cache);
-  const Tables& tables = groups_[size_t(cache.group)];
+  const StepArrays::Tables& tables = step_.groups[size_t(cache.group)];
   AttentionArgs args{};
   args.cache = kv.args();
   args.q_stride = int(q.stride);
@@ -289,26 +248,23 @@ void MetalBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, i
   args.has_sinks = params.sinks != nullptr;
   args.scale = params.scale;
   args.soft_cap = params.soft_cap;
-  const Units* units = &units_.front();
-  for (const Units& u : units_)
-    if (u.tokens * args.heads_a_unit <= kMaxQueryRows) units = &u;
-  int64_t partitions = max_partitions_;
-  if (params.window > 0) partitions = std::min<int64_t>(partitions, (params.window + kPartition - 2) / kPartition + 1);
+  const StepArrays::Units& units = step_.units(args.heads_a_unit);
+  const int64_t partitions = step_.partitions(params.window);
   const int64_t heads = params.num_kv_heads * divided_up(args.group, args.heads_a_unit);
-  if (partitions > 1 && units->count * heads < kFewGroups) {
-    args.num_parts = int(partitions) + (units->tokens > 1 ? 1 : 0);
+  if (partitions > 1 && units.count * heads < kFewGroups) {
+    args.num_parts = int(partitions) + (units.tokens > 1 ? 1 : 0);
     reserve(partitions_, q.rows * params.num_heads * args.num_parts * (2 + params.head_dim) * int64_t(sizeof(float)),
             "partitions of attention");
   }
-  const int rows = units->tokens * args.heads_a_unit, most_rows = rows <= 1 ? 1 : rows <= 4 ? 4 : 8;
+  const int rows = units.tokens * args.heads_a_unit, most_rows = rows <= 1 ? 1 : rows <= 4 ? 4 : 8;
   device_.encode(std::string("attention_") + kKVTypeNames[int(kv.layout.type)] + "_" + std::to_string(most_rows),
-                 {units->count, heads, std::max(1, args.num_parts)}, kPartition, args,
-                 {out.data, q.data, kv.layer(layer), units->data, positions_, tables.block_tables, values(params.sinks),
+                 {units.count, heads, std::max(1, args.num_parts)}, kPartition, args,
+                 {out.data, q.data, kv.layer(layer), units.data, step_.positions, tables.block_tables, values(params.sinks),
                   args.num_parts > 0 ? partitions_.as() : nullptr},
                  size_t(most_rows) * (size_t(kv.layout.padded_dim) + kPartition) * sizeof(float));
   if (args.num_parts > 0)
     device_.encode("attention_merge", {q.rows, params.num_heads}, int(divided_up(params.head_dim, 32)) * 32, args,
-                   {out.data, positions_, values(params.sinks), partitions_.as()});
+                   {out.data, step_.positions, values(params.sinks), partitions_.as()});
 }
 
 void MetalBackend::route(Tensor logits, const RouterParams& params) {
@@ -355,7 +311,7 @@ void MetalBackend::add_gated(Tensor x, Tensor y, Tensor gate) {
 
 void MetalBackend::gather_rows(Tensor out, Tensor x) {
   RowArgs args = row_args(x, out);
-  device_.encode("gather_rows", grid_of(out), 256, args, {out.data, x.data, logits_indices_});
+  device_.encode("gather_rows", grid_of(out), 256, args, {out.data, x.data, step_.logits_indices});
 }
 
 const int32_t* MetalBackend::argmax(Tensor x) {

@@ -12,6 +12,7 @@
 #include "backend.h"
 #include "metal/kernel_args.h"
 #include "metal/metal_device.h"
+#include "step_arrays.h"
 
 namespace rvllm {
 
@@ -72,19 +73,6 @@ class MetalBackend final : public Backend {
     template <class T = void>
     T* as() const { return static_cast<T*>(memory.get()); }
   };
-  struct Tables {
-    const int *slot_mapping, *block_tables;
-    int max_blocks;
-  };
-  // Neighbouring tokens of one request.
-  struct Unit {
-    int first_token, num_tokens, request, padding;
-  };
-  struct Units {
-    int tokens;  // of a unit, at most
-    int count;
-    const Unit* data;
-  };
   // A step's choices of experts. For products they are sorted by expert, those of each begin at a multiple of 8.
   struct ExpertRows {
     int num_used = 0, num_choices = 0, num_tiles = 0;
@@ -103,10 +91,7 @@ class MetalBackend final : public Backend {
   ThreadPool pool_;
   bool f16_prefill_;
   Scratch batch_memory_, quantized_, hidden_, partitions_, mps_weight_, mps_input_, expert_memory_, best_;
-  const int *input_ids_ = nullptr, *positions_ = nullptr, *logits_indices_ = nullptr;  // of the step
-  std::vector<Tables> groups_;
-  std::vector<Units> units_;  // by tokens of a unit, ascending
-  int64_t max_partitions_ = 1;  // of a request's context
+  StepArrays step_;
   ExpertRows experts_;
 };
 
