@@ -66,6 +66,8 @@ METAL_SOURCES = [
 ]
 # Without fast math, for the CPU's order of operations.
 METAL_COMMAND = ["xcrun", "-sdk", "macosx", "metal", "-O2", "-fno-fast-math"]
+# Without CoreGraphics the system has no default device for a program of the command line.
+METAL_FRAMEWORKS = ["Foundation", "CoreGraphics", "Metal", "MetalPerformanceShaders"]
 CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
 # Only these flags may raise the instruction set, each for its own file: everything else must run on any processor.
 ISA_FLAGS = {
@@ -285,9 +287,7 @@ def metal_extensions() -> list[Extension]:
             depends=[str(p) for pattern in ("*.h", "*.metal") for p in Path("csrc").rglob(pattern)],
             cxx_std=17,
             extra_compile_args=CXX_FLAGS,
-            extra_link_args=[
-                w for name in ("Foundation", "Metal", "MetalPerformanceShaders") for w in ("-framework", name)
-            ],
+            extra_link_args=[w for name in METAL_FRAMEWORKS for w in ("-framework", name)],
             optional=True,  # rvllm runs on the CPU without it
         )
     ]

@@ -6,7 +6,11 @@
 
 #include "metal/kernel_args.h"
 
+#if __METAL_VERSION__ >= 320
 #pragma METAL fp contract(off)
+#else
+#pragma clang fp contract(off)
+#endif
 
 using namespace metal;
 using namespace rvllm;

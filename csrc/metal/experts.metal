@@ -42,6 +42,7 @@ kernel void route(constant ExpertArgs& args [[buffer(0)]],
 }
 
 // One group sorts all choices by expert, a thread for each: those of an expert begin at a multiple of 8.
+[[max_total_threads_per_threadgroup(1024)]]
 kernel void sort_choices(constant ExpertArgs& args [[buffer(0)]],
                          device const int* experts [[buffer(1)]],
                          device int* places [[buffer(2)]],       // [choices]

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <initializer_list>
 #include <memory>
 #include <string>
@@ -17,6 +18,7 @@ struct KernelRow {
   std::string function;
   int constant = -1;  // index of the function constant; -1: none
   bool value = false;
+  int threads = 256;  // of a group, at most
 };
 
 struct GridSize {
@@ -26,14 +28,14 @@ struct GridSize {
 class MetalDevice {
  public:
   // library: a .metallib, or a file with the source of all kernels, which is compiled now. Throws runtime_error when
-  // there is no device, or saying which kernel the library lacks or cannot be made.
+  // there is no device or one that cannot run them, or saying which kernel the library lacks or cannot be made.
   MetalDevice(const std::string& library, const std::vector<KernelRow>& kernels);
   ~MetalDevice();
 
   std::string name() const;
   std::pair<size_t, size_t> memory_info() const;  // bytes free, and in all, of what Metal recommends to use
 
-  // Memory that host and device share, or runtime_error with the bytes asked for.
+  // Memory that host and device share, or runtime_error with the bytes asked for and how many there are.
   std::shared_ptr<void> alloc(size_t bytes, const char* what);
 
   // Puts a kernel behind what was encoded so far. args become buffer 0, `buffers` those from 1 on: pointers into memory

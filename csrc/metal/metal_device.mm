@@ -57,7 +57,7 @@ Own<id<MTLLibrary>> load_library(id<MTLDevice> device, const std::string& path) 
     source << file.rdbuf();
     if (!file || source.str().empty()) fail("cannot read the Metal kernels in " + path);
     const Own<MTLCompileOptions*> options([[MTLCompileOptions alloc] init]);
-    [options.get() setFastMathEnabled:NO];
+    [options.get() setFastMathEnabled:NO];  // from macOS 15 on the same as the safe math mode with precise functions
     library = Own<id<MTLLibrary>>([device newLibraryWithSource:string(source.str())
                                                        options:options.get()
                                                          error:&error]);
@@ -84,6 +84,10 @@ Own<id<MTLComputePipelineState>> make_pipeline(id<MTLDevice> device, id<MTLLibra
   if ([pipeline.get() threadExecutionWidth] != 32)
     fail("the kernels need simdgroups of 32 threads, those of this device have " +
          std::to_string([pipeline.get() threadExecutionWidth]));
+  const NSUInteger most = [pipeline.get() maxTotalThreadsPerThreadgroup];
+  if (most < NSUInteger(row.threads))
+    fail("Metal runs the kernel '" + row.name + "' with at most " + std::to_string(most) + " threads, it needs " +
+         std::to_string(row.threads));
   return pipeline;
 }
 
@@ -125,6 +129,8 @@ MetalDevice::MetalDevice(const std::string& library, const std::vector<KernelRow
   State& s = *state_;
   s.device = Own<id<MTLDevice>>(MTLCreateSystemDefaultDevice());
   if (!s.device) fail("this machine has no Metal device");
+  if (![s.device.get() supportsFamily:MTLGPUFamilyApple7])
+    fail("the kernels need an Apple GPU, an M1's or later: '" + name() + "' is none");
   s.queue = Own<id<MTLCommandQueue>>([s.device.get() newCommandQueue]);
   if (!s.queue) fail("Metal gives no command queue");
   const Own<id<MTLLibrary>> code = load_library(s.device.get(), library);
@@ -148,6 +154,7 @@ std::string MetalDevice::name() const {
 }
 
 std::pair<size_t, size_t> MetalDevice::memory_info() const {
+  const AutoreleasePool pool;
   const size_t total = size_t([state_->device.get() recommendedMaxWorkingSetSize]);
   const size_t used = size_t([state_->device.get() currentAllocatedSize]);
   return {total > used ? total - used : 0, total};
@@ -161,12 +168,18 @@ std::shared_ptr<void> MetalDevice::alloc(size_t bytes, const char* what) {
   if (bytes > limit)
     fail(std::string(what) + ": " + std::to_string(bytes) + " bytes, Metal allows " + std::to_string(limit) +
          " in one buffer");
+  // More would fail only when the commands that use it run, or make the machine swap.
+  const auto [free, total] = memory_info();
+  if (bytes > free)
+    fail(std::string(what) + ": " + std::to_string(bytes) + " bytes, but of the " + std::to_string(total) +
+         " that Metal recommends for all " + std::to_string(free) + " are left");
   Own<id<MTLBuffer>> buffer([s.device.get() newBufferWithLength:bytes options:MTLResourceStorageModeShared]);
   if (!buffer) fail(std::string(what) + ": Metal has no " + std::to_string(bytes) + " bytes");
   void* const data = [buffer.get() contents];
   s.buffers.emplace(uintptr_t(data), std::move(buffer));
   // Commands that still use it have references of their own.
   return std::shared_ptr<void>(data, [weak = std::weak_ptr<State>(state_)](void* p) {
+    const AutoreleasePool drained;
     if (const auto state = weak.lock()) state->buffers.erase(uintptr_t(p));
   });
 }
@@ -179,9 +192,6 @@ void MetalDevice::encode(const std::string& kernel, GridSize groups, int threads
   const auto found = s.pipelines.find(kernel);
   if (found == s.pipelines.end()) throw std::logic_error("the table of pipelines has no '" + kernel + "'");
   const id<MTLComputePipelineState> pipeline = found->second.get();
-  if (NSUInteger(threads) > [pipeline maxTotalThreadsPerThreadgroup])
-    fail("Metal runs the kernel '" + kernel + "' with at most " +
-         std::to_string([pipeline maxTotalThreadsPerThreadgroup]) + " threads, it needs " + std::to_string(threads));
   s.begin_commands();
   if (!s.encoder) s.encoder = Own<id<MTLComputeCommandEncoder>>::retained([s.commands.get() computeCommandEncoder]);
   const id<MTLComputeCommandEncoder> encoder = s.encoder.get();

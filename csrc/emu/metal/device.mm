@@ -1,5 +1,6 @@
 // A Metal device for tests: buffers that end at an unreadable page with RVLLM_EMU_GUARD=1, and the kernels that were
-// compiled into this module as its library. RVLLM_EMU_NO_DEVICE=1 is a machine without one.
+// compiled into this module as its library. RVLLM_EMU_NO_DEVICE=1 is a machine without one, RVLLM_EMU_OLD_DEVICE=1 one
+// with a GPU that is not Apple's, and RVLLM_EMU_THREADS the most threads that a group may have.
 #include <sys/mman.h>
 
 #include <cstdlib>
@@ -7,6 +8,11 @@
 
 #include "emu/metal/objects.h"
 #include "emu/shared_memory.h"
+
+extern "C" {
+__attribute__((weak)) void __asan_poison_memory_region(const volatile void* data, size_t bytes);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* data, size_t bytes);
+}
 
 using rvllm::emu::make_error;
 using rvllm::emu::require;
@@ -38,6 +44,7 @@ size_t g_allocated = 0;
 }
 - (void)dealloc {
   g_allocated -= bytes_;
+  if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(pages_, page_bytes_);
   munmap(pages_, page_bytes_);
   [super dealloc];
 }
@@ -45,7 +52,8 @@ size_t g_allocated = 0;
 
 @implementation EmulatedPipeline
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
-  return 1024;
+  const char* const most = getenv("RVLLM_EMU_THREADS");
+  return most ? NSUInteger(atoi(most)) : 1024;
 }
 - (NSUInteger)threadExecutionWidth {
   return 32;
@@ -136,6 +144,9 @@ size_t g_allocated = 0;
 - (NSUInteger)maxBufferLength {
   return device_bytes() / 2;
 }
+- (BOOL)supportsFamily:(MTLGPUFamily)family {
+  return family == MTLGPUFamilyApple7 && !setting("RVLLM_EMU_OLD_DEVICE");
+}
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
   require(length > 0 && options == MTLResourceStorageModeShared, "a buffer needs a length and shared storage");
   EmulatedBuffer* const buffer = [[EmulatedBuffer alloc] init];
@@ -149,6 +160,8 @@ size_t g_allocated = 0;
   mprotect(pages + used, kPage, PROT_NONE);
   buffer->data_ = setting("RVLLM_EMU_GUARD") ? pages + (used - (length + 15) / 16 * 16) : pages;
   rvllm::emu::fill_invalid(buffer->data_, length);
+  if (__asan_poison_memory_region)
+    __asan_poison_memory_region(buffer->data_ + length, size_t(pages + used - buffer->data_) - length);
   g_allocated += length;
   return buffer;
 }

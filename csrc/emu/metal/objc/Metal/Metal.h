@@ -21,6 +21,8 @@ enum {
   MTLCommandBufferStatusCompleted = 4,
   MTLCommandBufferStatusError = 5
 };
+typedef NSInteger MTLGPUFamily;
+enum { MTLGPUFamilyApple7 = 1007 };
 typedef NSUInteger MTLDataType;
 enum { MTLDataTypeBool = 53 };
 
@@ -85,6 +87,7 @@ enum { MTLDataTypeBool = 53 };
 @property(readonly) uint64_t recommendedMaxWorkingSetSize;
 @property(readonly) NSUInteger currentAllocatedSize;
 @property(readonly) NSUInteger maxBufferLength;
+- (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options;
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error;
