@@ -1,4 +1,4 @@
-"""Build csrc/metal over the emulator; prints the path of a `_metal` extension module.
+"""Build csrc/metal over the emulator: build_emulated_metal.py [plain|asan] prints the path of a `_metal` module.
 
 Needs clang 19 and its Objective-C headers (Debian: clang-19), which compiles the host code over stand-ins for
 Foundation, Metal and Metal Performance Shaders.
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,19 @@ DIRECTORY = Path(os.environ.get("RVLLM_EMU_BUILD", ROOT / "build" / "emu")) / "m
 EMULATOR = sorted([*CSRC.glob("emu/*.cpp"), *CSRC.glob("emu/metal/*.cpp"), *CSRC.glob("emu/metal/*.mm")])
 HOST = sorted([*CSRC.glob("metal/*.cpp"), *CSRC.glob("metal/*.mm"), CSRC / "cuda" / "packed_weights.cpp"])
 KERNELS = sorted(CSRC.glob("metal/*.metal"))
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+# Only kernels and host code are instrumented: the emulator switches stacks underneath. gcc's libraries, which such a
+# process preloads, do not know clang's checks of functions' and objects' types.
+SANITIZERS = {
+    "plain": ["-O1"],
+    "asan": [
+        "-O0",
+        "-g1",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=function,vptr",
+        "-fno-sanitize-recover=all",
+    ],
+}
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-parameter"]
 MODULE = f"_metal{sysconfig.get_config_var('EXT_SUFFIX')}"
 STRICT = [
@@ -68,7 +81,7 @@ def check_strictly(source: str, directory: Path) -> str:
     return result.stderr
 
 
-def compile_object(source: Path, directory: Path, text: str | None = None) -> Path:
+def compile_object(source: Path, directory: Path, text: str | None = None, variant: str = "plain") -> Path:
     """The object of a source, or of `text` in its place."""
     import pybind11
 
@@ -80,7 +93,7 @@ def compile_object(source: Path, directory: Path, text: str | None = None) -> Pa
         f"-I{pybind11.get_include()}",
         f"-I{sysconfig.get_path('include')}",
     ]
-    flags = [*FLAGS, *WARNINGS]
+    flags = [*FLAGS, *WARNINGS, *SANITIZERS["plain" if source in EMULATOR else variant]]
     if source.suffix == ".metal":
         includes.append("-Icsrc/emu/metal/include")
         text = to_cpp(text or source.read_text(), str(source.relative_to(ROOT)))
@@ -111,16 +124,17 @@ def link(objects: list[Path], target: Path) -> Path:
     return target
 
 
-def all_objects() -> list[Path]:
-    DIRECTORY.mkdir(parents=True, exist_ok=True)
+def all_objects(directory: Path, variant: str = "plain") -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
     sources = [*KERNELS, *HOST, *CORE, *EMULATOR]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda source: compile_object(source, DIRECTORY), sources))
+        return list(pool.map(lambda source: compile_object(source, directory, variant=variant), sources))
 
 
-def build_module() -> Path:
+def build_module(variant: str = "plain") -> Path:
     """The extension module `_metal` with the emulator in place of Apple's frameworks."""
-    return link(all_objects(), DIRECTORY / MODULE)
+    directory = DIRECTORY if variant == "plain" else DIRECTORY / variant
+    return link(all_objects(directory, variant), directory / MODULE)
 
 
 def build_changed(source: Path, before: str, after: str, directory: Path) -> Path:
@@ -128,11 +142,11 @@ def build_changed(source: Path, before: str, after: str, directory: Path) -> Pat
     text = source.read_text()
     if text.count(before) < 1:
         raise ValueError(f"{source.name} has no {before!r}")
-    objects = [o for o in all_objects() if o != compile_object(source, DIRECTORY)]
+    objects = [o for o in all_objects(DIRECTORY) if o != compile_object(source, DIRECTORY)]
     return link(
         [*objects, compile_object(source, directory, text.replace(before, after, 1))], directory / MODULE
     )
 
 
 if __name__ == "__main__":
-    print(build_module())
+    print(build_module(*sys.argv[1:]))

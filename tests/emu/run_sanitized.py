@@ -1,4 +1,6 @@
-"""Run pytest on the emulated backend under a sanitizer: run_sanitized.py plain|asan|tsan [PYTEST ARGUMENT...].
+"""Run pytest on the emulated backends under a sanitizer: run_sanitized.py VARIANT [PYTEST ARGUMENT...].
+
+Variants are plain, asan and tsan, of the CUDA backend, and metal-plain and metal-asan.
 
 A report of ThreadSanitizer is a failure too, though the process goes on after it.
 """
@@ -10,10 +12,13 @@ import sys
 from pathlib import Path
 
 import build_emulated
+import build_emulated_metal
 
 
 def main(variant: str, *arguments: str) -> None:
-    build_emulated.build_module(variant)
+    backend = build_emulated_metal if variant.startswith("metal-") else build_emulated
+    variant = variant.removeprefix("metal-")
+    backend.build_module(variant)
     os.environ["RVLLM_EMU_VARIANT"] = variant
     if variant != "plain":
         os.environ["LD_PRELOAD"] = build_emulated.preload(variant)
