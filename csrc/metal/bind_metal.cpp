@@ -16,10 +16,10 @@ PYBIND11_MODULE(_metal, m) {
       .def_property_readonly("memory_info", &MetalBackend::memory_info, "(bytes of device memory free, bytes in all)");
 
   m.def("make_backend",
-        [](int num_threads, const std::string& library, bool f16_prefill) {
-          return std::make_shared<MetalBackend>(num_threads, library, f16_prefill);
+        [](int num_threads, const std::string& library, bool f16_prefill, bool mps) {
+          return std::make_shared<MetalBackend>(num_threads, library, f16_prefill, mps);
         },
-        py::arg("num_threads"), py::arg("library"), py::arg("f16_prefill") = false,
+        py::arg("num_threads"), py::arg("library"), py::arg("f16_prefill") = false, py::arg("mps") = false,
         "The backend of this machine's GPU. num_threads: of the host. library: the kernels, compiled (.metallib) or as "
-        "source. Raises RuntimeError saying what is missing.");
+        "source. mps: for many tokens MPSMatrixMultiplication takes the place of the kernel `matmul`. Raises RuntimeError saying what is missing.");
 }

@@ -24,14 +24,16 @@ std::vector<KernelRow> kernel_table() {
   };
   const auto add = [&](const std::string& name) { rows.push_back({name, name}); };
   for (const char* name : {"add", "add_gated", "scale_logits", "gather_rows", "convert", "add_bias", "quantize",
-                           "attention_merge", "route", "sort_choices", "combine", "argmax"})
+                           "attention_merge", "route", "combine", "argmax"})
     add(name);
+  rows.push_back({"sort_choices", "sort_choices", -1, false, 1024});
   for (const std::string format : kFormatNames)
     for (const std::string& name : {"embedding_" + format, "dequantize_" + format, "quantized_linear_" + format + "_1",
-                                   "quantized_linear_" + format + "_8"})
+                                   "quantized_linear_" + format + "_8", "matmul_" + format})
       add(name);
   for (const std::string type : {"f32", "f16", "bf16"})
     for (const std::string& name : {"embedding_" + type, "matvec_" + type}) add(name);
+  for (const char* name : {"matmul_f16", "matmul_bf16"}) add(name);
   for (const std::string type : kKVTypeNames) {
     add("store_kv_" + type);
     for (const char* rows_of_unit : {"_1", "_4", "_8"}) add("attention_" + type + rows_of_unit);
@@ -71,8 +73,8 @@ struct QuantizedRows {
 
 }  // namespace
 
-MetalBackend::MetalBackend(int num_threads, const std::string& library, bool f16_prefill)
-    : device_(library, kernel_table()), pool_(num_threads), f16_prefill_(f16_prefill) {}
+MetalBackend::MetalBackend(int num_threads, const std::string& library, bool f16_prefill, bool mps)
+    : device_(library, kernel_table()), pool_(num_threads), f16_prefill_(f16_prefill), mps_(mps) {}
 
 std::shared_ptr<float> MetalBackend::alloc(int64_t count) {
   return std::static_pointer_cast<float>(device_.alloc(size_t(count) * sizeof(float), "activations"));
@@ -166,9 +168,9 @@ void MetalBackend::activated_linear(Tensor out, Tensor x, Activation activation,
   linear(out, activated(x, activation), weight);
 }
 
-bool MetalBackend::uses_mps(const MetalMatrix& w, int64_t tokens, const ExpertRows* experts) const {
+bool MetalBackend::uses_tiles(const MetalMatrix& w, int64_t tokens, const ExpertRows* experts) const {
   if (experts || tokens <= kMatvecTokens) return false;
-  return w.format >= 0 ? f16_prefill_ : w.type == GgmlType::F16;
+  return w.format >= 0 ? f16_prefill_ : w.type != GgmlType::F32;
 }
 
 void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const ExpertRows* experts, int per_source) {
@@ -177,7 +179,7 @@ void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const Ex
   const int64_t k = x.cols, places = experts ? 8 * int64_t(rows.num_tiles) : out.rows,
                 token_tiles = divided_up(places, 8);
   const bool needs_int8 = std::any_of(w.parts.begin(), w.parts.end(), [&](const MetalMatrix& m) {
-    return m.format >= 0 && !uses_mps(m, out.rows, experts);
+    return m.format >= 0 && !uses_tiles(m, out.rows, experts);
   });
   if (needs_int8) reserve(quantized_, QuantizedRows::bytes(places, k), "quantized activations");
   const QuantizedRows int8(quantized_.as<uint8_t>(), places, k);
@@ -192,8 +194,11 @@ void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const Ex
     const Tensor columns = out.columns(m.first_row, m.args.rows);
     const LinearArgs args{m.args,           int(out.rows),   int(x.stride),      per_source,
                           int(out.stride),  bias != nullptr, experts != nullptr};
-    if (uses_mps(m, out.rows, experts))
+    if (uses_tiles(m, out.rows, experts) && mps_ && m.type != GgmlType::BF16)
       multiply_by_mps(columns, x, m, bias);
+    else if (uses_tiles(m, out.rows, experts))
+      device_.encode(m.kernel("matmul"), {divided_up(m.args.rows, 64), divided_up(out.rows, 32)}, 128, args,
+                     {columns.data, m.data, x.data, bias});
     else if (m.format >= 0)
       device_.encode(m.kernel("quantized_linear") + (places == 1 ? "_1" : "_8"),
                      {divided_up(m.args.rows, 64), token_tiles}, 128, args,

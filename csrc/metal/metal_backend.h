@@ -2,7 +2,8 @@
 //
 // Numbers, by the order of operations in the kernels: products by quantized weights, norms, RoPE, activations and
 // attention are those of the CPU. Products by float weights have an order of their own: the same for any number of
-// tokens up to kMatvecTokens; F16 weights are multiplied by MPS beyond, and with f16_prefill quantized ones, too.
+// tokens up to kMatvecTokens. Beyond, F16 and BF16 weights, and with f16_prefill quantized ones, are multiplied by the
+// matrices of a simdgroup in float32, or by MPS (not BF16) with activations and dequantized weights rounded to F16.
 #pragma once
 
 #include <memory>
@@ -21,7 +22,8 @@ struct MetalMatrix;
 class MetalBackend final : public Backend {
  public:
   // library: the kernels, compiled (.metallib) or as source. Throws runtime_error saying what is missing.
-  MetalBackend(int num_threads, const std::string& library, bool f16_prefill);
+  // mps: for many tokens MPSMatrixMultiplication takes the place of the matrices of a simdgroup.
+  MetalBackend(int num_threads, const std::string& library, bool f16_prefill, bool mps);
 
   static constexpr int kMatvecTokens = 16;
 
@@ -85,11 +87,12 @@ class MetalBackend final : public Backend {
   // Row i of out is made of row i / per_source of x.
   void multiply(Tensor out, Tensor x, const Weight& weight, const ExpertRows* experts, int per_source);
   void multiply_by_mps(Tensor out, Tensor x, const MetalMatrix& w, const float* bias);
-  bool uses_mps(const MetalMatrix& w, int64_t tokens, const ExpertRows* experts) const;
+  // Whether float activations are multiplied by tiles of the weights, by MPS or by `matmul`.
+  bool uses_tiles(const MetalMatrix& w, int64_t tokens, const ExpertRows* experts) const;
 
   MetalDevice device_;
   ThreadPool pool_;
-  bool f16_prefill_;
+  bool f16_prefill_, mps_;
   Scratch batch_memory_, quantized_, hidden_, partitions_, mps_weight_, mps_input_, expert_memory_, best_;
   StepArrays step_;
   ExpertRows experts_;

@@ -132,6 +132,21 @@ inline float load_half_min(device const uchar* chunk, int row, int block, int ha
   return float(chunk[F::kHeaderBytes + row * 16 + 2 * block + half_block] >> 4);
 }
 
+// The d and m of one row and half a block of a chunk, in one: w = d (q - zero) + m.
+template <class F>
+inline float2 load_factors(device const uchar* chunk, int row, int block, int half_block, float unit) {
+  const float d = load_d<F>(chunk, row, block, unit), m = load_m<F>(chunk, row, block);
+  if (!F::kHalved) return float2(d, m);
+  return float2(d * load_half_scale<F>(chunk, row, block, half_block),
+                F::kHasMin ? m * load_half_min<F>(chunk, row, block, half_block) : 0.0f);
+}
+
+template <class F>
+inline float weight_of(uchar code, float2 factors) {
+  const float w = factors.x * float(F::kSigned ? int(as_type<char>(code)) : int(code) - F::kZero);
+  return F::kHasMin ? w + factors.y : w;
+}
+
 // One weight of a matrix.
 template <class F>
 inline float weight_at(device const uchar* data, constant MatrixArgs& m, int row, int k) {
@@ -141,17 +156,8 @@ inline float weight_at(device const uchar* data, constant MatrixArgs& m, int row
   uint low[8] = {}, high[2] = {}, a[4];
   load_codes<F>(tile, m, block / 2, row % 8 * 4 + i % 16 / 4, low, high);
   unpack_codes<F>(low, high, block % 2, m, a);
-  const uchar code = uchar(a[r] >> 8 * (i % 4));
-  const float q = float(F::kSigned ? int(as_type<char>(code)) : int(code) - F::kZero);
   device const uchar* chunk = tile + m.scales + block / kChunkBlocks * F::kChunkBytes;
-  const int at = block % kChunkBlocks;
-  const float d = load_d<F>(chunk, row, at, m.unit);
-  float w = F::kHalved ? d * load_half_scale<F>(chunk, row, at, i / 16) * q : d * q;
-  if (F::kHasMin) {
-    const float least = load_m<F>(chunk, row, at);
-    w += F::kHalved ? least * load_half_min<F>(chunk, row, at, i / 16) : least;
-  }
-  return w;
+  return weight_of<F>(uchar(a[r] >> 8 * (i % 4)), load_factors<F>(chunk, row, block % kChunkBlocks, i / 16, m.unit));
 }
 
 template <>

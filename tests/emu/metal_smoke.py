@@ -21,7 +21,6 @@ from rvllm._core import ops
 def results(backend: _core.Backend) -> list[np.ndarray]:
     rng = np.random.default_rng(1)
     q4_k = random_weights(GGMLType.Q4_K, 35, 512, 0.05, rng).tobytes()
-    f16 = random_weights(GGMLType.F16, 20, 72, 0.1, rng).tobytes()
     step = Step([1, 5], [40, 5], 16, 4, 2, 40)
     step.kv_type = _core.KVType.q8_0
     layer = ops.NormKind.layer
@@ -33,8 +32,12 @@ def results(backend: _core.Backend) -> list[np.ndarray]:
         ops.linear(backend, int(GGMLType.Q4_K), 35, q4_k, normal(9, 512)),
         ops.add(backend, normal(5, 370), normal(5, 370, seed=1)),
         *step.attend(backend),
-        ops.linear(backend, int(GGMLType.F16), 20, f16, normal(40, 72)),
     ]
+
+
+def product_of_many_tokens(backend: _core.Backend) -> np.ndarray:
+    weight = random_weights(GGMLType.F16, 70, 72, 0.1, np.random.default_rng(1)).tobytes()
+    return ops.linear(backend, int(GGMLType.F16), 70, weight, normal(40, 72))
 
 
 def main(path: str, kernels: str) -> None:
@@ -42,9 +45,14 @@ def main(path: str, kernels: str) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found, expected = results(module.make_backend(1, kernels)), results(_core.CpuBackend(1, "scalar"))
-    *exact, by_mps = [(a, b) for a, b in zip(found, expected, strict=True)]
-    if all(np.array_equal(a, b) for a, b in exact) and np.allclose(*by_mps, atol=0.02):
+    cpu = _core.CpuBackend(1, "scalar")
+    found, expected = results(module.make_backend(1, kernels)), results(cpu)
+    equal = all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    many = product_of_many_tokens(cpu)
+    for mps, tolerance in ((False, 1e-5), (True, 0.02)):
+        own = product_of_many_tokens(module.make_backend(1, kernels, mps=mps))
+        equal = equal and np.allclose(own, many, atol=tolerance)
+    if equal:
         print("equal")
     print("live", ctypes.CDLL(path).rv_emu_live_objects())
 

@@ -13,6 +13,7 @@ import build_emulated_metal
 import numpy as np
 import pytest
 from build_emulated_metal import CSRC, check_strictly, flattened_source
+from gguf import GGMLQuantizationType as GGMLType
 from metal_devices import METAL, REASON, kernels, live_objects
 from test_ops import normal
 
@@ -35,6 +36,18 @@ UNDESCRIBED = {
 def test_a_machine_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RVLLM_EMU_NO_DEVICE", "1")
     with pytest.raises(RuntimeError, match="this machine has no Metal device"):
+        METAL.backend(monkeypatch)
+
+
+def test_a_gpu_that_cannot_run_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RVLLM_EMU_OLD_DEVICE", "1")
+    with pytest.raises(RuntimeError, match="need an Apple GPU, an M1's or later: 'CPU emulator' is none"):
+        METAL.backend(monkeypatch)
+
+
+def test_a_kernel_of_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RVLLM_EMU_THREADS", "512")
+    with pytest.raises(RuntimeError, match="kernel 'sort_choices' with at most 512 threads, it needs 1024"):
         METAL.backend(monkeypatch)
 
 
@@ -75,6 +88,10 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RVLLM_EMU_MEMORY", "1")
     with pytest.raises(RuntimeError, match="activations: 800000 bytes, Metal allows 524288 in one buffer"):
         ops.add(backend, normal(200, 1000), normal(200, 1000))
+    with pytest.raises(
+        RuntimeError, match=r" bytes, but of the 1048576 that Metal recommends for all \d+ are left"
+    ):
+        ops.linear(backend, int(GGMLType.F32), 125, bytes(500_000), normal(125, 1000))
     ops.add(backend, normal(2, 8), normal(2, 8))
     del backend
     assert live_objects(module) == before
@@ -119,7 +136,7 @@ def test_stand_ins_declare_what_apple_does() -> None:
     assert declared_selectors(text) - described == UNDESCRIBED
     values = dict(re.findall(r"(\w+)@(-?\d+)", metadata))
     constants = re.findall(r"\b(M(?:TL|PS)\w+) = ([x0-9a-f |]+)", text)
-    assert len(constants) == 8
+    assert len(constants) == 9
     for name, expression in constants:
         value = 0
         for part in expression.split("|"):
@@ -179,6 +196,17 @@ FAULTS = {
     "index of a scale": ("metal/store_kv.metal", "? at * c.scales + int(simdgroup)", "? at * c.scales"),
     "write past a row": ("metal/elementwise.metal", "if (i < args.cols) x[", "if (i <= args.cols) x["),
     "sum of the wrong half": ("metal/quantize.metal", "lane < 16 ? 0 : code", "lane < 15 ? 0 : code"),
+    "no barrier behind a tile": (
+        "metal/matmul.metal",
+        ": 0.0f;\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        ": 0.0f;\n    }",
+    ),
+    "lanes of a matrix, as they are said to be": (
+        "metal/matmul.metal",
+        "simdgroup_store(sums[i][j], results + 8 * i * kBlockRows + 8 * j, ulong(kBlockRows));",
+        "for (int e = 0; e < 2; ++e)\n        results[(8 * i + (int(lane) / 4 & 4) + int(lane) / 2 % 4) * kBlockRows +"
+        " 8 * j + (int(lane) / 4 & 2) * 2 + int(lane) % 2 * 2 + e] = sums[i][j].thread_elements()[e];",
+    ),
     "no wait": ("metal/metal_device.mm", "[commands.get() waitUntilCompleted];\n  for", "(void)commands;\n  for"),
     "no commit": ("metal/metal_device.mm", "  [s.commands.get() commit];\n", ""),
     "encoder left open": ("metal/metal_device.mm", "  s.end_encoder();  // MPS opens one of its own\n", ""),

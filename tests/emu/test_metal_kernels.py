@@ -6,22 +6,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import gguf
+import metal_devices
 import numpy as np
 import pytest
-from metal_devices import APPLE, SCHEDULES, MetalDevice
+from gguf import GGMLQuantizationType as GGMLType
+from metal_devices import MetalDevice
 from test_cuda_ops import *  # noqa: F403
+from test_cuda_ops import QUANTIZED, weight_of
 from test_cuda_steps import (  # noqa: F401
     test_attention_of_single_tokens,
     test_attention_of_the_last_tokens_of_long_contexts,
     test_experts_that_are_chosen,
 )
-from test_ops import Step
+from test_ops import Step, normal
 
 from rvllm import _core
 from rvllm._core import ops
 
 
-@pytest.fixture(params=[*SCHEDULES, APPLE], ids=lambda device: device.name)
+@pytest.fixture(params=metal_devices.DEVICES, ids=lambda device: device.name)
 def device(request: pytest.FixtureRequest) -> MetalDevice:
     """In place of the one that the imported tests take their backend from."""
     return request.param
@@ -40,3 +44,45 @@ def test_attention_where_a_group_goes_through_all_partitions(backend: Any, windo
     np.testing.assert_array_equal(
         ops.attention(backend, *args), ops.attention(_core.CpuBackend(1, "scalar"), *args)
     )
+
+
+def dequantized(kind: int, weight: bytes, n: int) -> Any:
+    data = np.frombuffer(weight, np.uint8).reshape(n, -1)
+    return gguf.quants.dequantize(data, GGMLType(kind)).astype(np.float64)
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", *QUANTIZED])
+def test_linear_by_the_matrices_of_simdgroups(
+    device: MetalDevice, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """More rows and tokens than a threadgroup makes; nothing is rounded to F16, and the other tokens do not count."""
+    n, k = (80, 512) if name in QUANTIZED else (70, 200)
+    kind, weight = weight_of(name, n, k)
+    x, bias = normal(40, k), normal(n, seed=1)
+    backend = device.backend(monkeypatch, f16_prefill=True)
+    out = ops.linear(backend, kind, n, weight, x, bias)
+    matrix = dequantized(kind, weight, n)
+    error = np.abs(out - (x.astype(np.float64) @ matrix.T + bias))
+    assert (error <= 1e-6 * (np.abs(x) @ np.abs(matrix).T + np.abs(bias))).all()
+    np.testing.assert_array_equal(ops.linear(backend, kind, n, weight, x[20:37], bias), out[20:37])
+
+
+@pytest.mark.parametrize("mps", [False, True])
+def test_products_of_whole_numbers_are_exact(
+    device: MetalDevice, monkeypatch: pytest.MonkeyPatch, mps: bool
+) -> None:
+    """In whatever order the device adds them."""
+    rng = np.random.default_rng(1)
+    weight = rng.integers(-8, 9, (70, 72)).astype(np.float16)
+    x = rng.integers(-99, 100, (40, 72)).astype(np.float32)
+    out = ops.linear(device.backend(monkeypatch, mps=mps), int(GGMLType.F16), 70, weight.tobytes(), x)
+    np.testing.assert_array_equal(out, x @ weight.astype(np.float32).T)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
+def test_linear_by_mps(device: MetalDevice, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Activations and dequantized weights are rounded to F16."""
+    kind, weight = weight_of(name, 36, 512)
+    x, matrix = normal(40, 512), dequantized(kind, weight, 36)
+    out = ops.linear(device.backend(monkeypatch, f16_prefill=True, mps=True), kind, 36, weight, x)
+    assert (np.abs(out - x @ matrix.T) <= 1e-3 * (np.abs(x) @ np.abs(matrix).T)).all()

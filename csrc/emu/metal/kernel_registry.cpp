@@ -18,6 +18,7 @@ std::set<std::string>& constant_users() {
 }
 
 const Bindings* g_bindings = nullptr;  // of the kernel that runs
+unsigned g_schedule = 0;
 
 // Faults of a machine, for tests: RVLLM_EMU_MISSING_KERNEL and RVLLM_EMU_FAILING_KERNEL name one.
 bool is_named(const char* setting, const std::string& kernel) {
@@ -46,9 +47,13 @@ std::string dispatch_kernel(const std::string& name, const Bindings& bindings, C
   config.forbid_early_exit = true;
   config.name = name;
   const KernelFunction& kernel = registry().at(name);
+  const char* const order = std::getenv("RVLLM_EMU_ORDER");
   g_bindings = &bindings;
+  g_schedule = order ? unsigned(std::atoi(order)) : 0;
   return run_grid(config, [&] { kernel(bindings); }) ? std::string() : last_report();
 }
+
+unsigned schedule() { return g_schedule; }
 
 FunctionConstant::operator bool() const {
   const int value = g_bindings->constants[index];

@@ -34,6 +34,9 @@ bool uses_constants(const std::string& name);
 // Runs the kernel; what it says is empty, or why it failed.
 std::string dispatch_kernel(const std::string& name, const Bindings& bindings, Coord groups, Coord threads);
 
+// RVLLM_EMU_ORDER, as the kernel that runs was started with.
+unsigned schedule();
+
 // A boolean that is fixed when a pipeline is made, read while its kernel runs.
 struct FunctionConstant {
   int index;
