@@ -1,11 +1,12 @@
-"""Break the CUDA kernels one place at a time, and report which breaks the emulator's tests do not notice.
+"""Break the CUDA or Metal kernels one place at a time, and report which breaks the emulator's tests do not notice.
 
-    python scripts/mutate_kernels.py                         every place
+    python scripts/mutate_kernels.py                         every place of the CUDA kernels
     python scripts/mutate_kernels.py --kind barrier index --file norm.cu --sample 40
+    python scripts/mutate_kernels.py --device metal --sample 40
 
 Kinds: barrier (removed), index (one further), bound (< becomes <=, and the reverse), scale (1 % more), sign (+= becomes
--=). A mutant that does not compile does not count. For a removed barrier the tests run under ThreadSanitizer as well,
-since the emulator may happen to run threads in an order that hides it. Survivors are printed, also those that
+-=). A mutant that does not compile does not count. For a removed barrier the tests of CUDA run under ThreadSanitizer as
+well, since the emulator may happen to run threads in an order that hides it. Survivors are printed, also those that
 change no result; the exit status is 1 if there are any.
 """
 
@@ -23,8 +24,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tried in turn, the quickest first, until one fails.
-TESTS = {
+
+
+@dataclass(frozen=True)
+class Target:
+    folder: str
+    build: str
+    suffixes: set[str]
+    host_code: set[str]
+    # By a variant of run_sanitized.py; tried in turn, the quickest first, until one fails.
+    tests: dict[str, list[list[str]]]
+
+
+CUDA_TESTS = {
     "plain": [
         ["tests/emu/test_cuda_ops.py", "-k", "emulator-random"],
         ["tests/emu/test_cuda_ops.py", "-k", "emulator"],
@@ -32,8 +44,14 @@ TESTS = {
     ],
     "tsan": [["tests/emu/test_cuda_ops.py"]],
 }
-SUFFIXES = {".cu", ".inl", ".h"}
-HOST_CODE = {
+METAL_TESTS = {
+    "metal-plain": [
+        ["tests/emu/test_metal_kernels.py", "-k", "metal-random"],
+        ["tests/emu/test_metal_kernels.py", "-k", "not apple-gpu"],
+        ["tests/emu/test_metal_tokens.py", "-k", "not apple-gpu"],
+    ],
+}
+CUDA_HOST_CODE = {
     "blas.h",
     "cuda_backend.cu",
     "cuda_backend.h",
@@ -45,6 +63,21 @@ HOST_CODE = {
     "kernels.h",
     "operations.h",
     "step_graphs.h",
+}
+METAL_HOST_CODE = {
+    "kernel_args.h",
+    "metal_backend.h",
+    "metal_device.h",
+    "metal_kv_cache.h",
+    "metal_weights.h",
+}
+TARGETS = {
+    "cuda": Target(
+        "csrc/cuda", "tests/emu/build_emulated.py", {".cu", ".inl", ".h"}, CUDA_HOST_CODE, CUDA_TESTS
+    ),
+    "metal": Target(
+        "csrc/metal", "tests/emu/build_emulated_metal.py", {".metal", ".h"}, METAL_HOST_CODE, METAL_TESTS
+    ),
 }
 
 
@@ -71,7 +104,8 @@ def matching_bracket(text: str, start: int) -> int:
 
 def mutate_barrier(line: str) -> list[str]:
     return [
-        line[: m.start()] + line[m.end() :] for m in re.finditer(r"__sync(threads|warp)\([^()]*\);", line)
+        line[: m.start()] + line[m.end() :]
+        for m in re.finditer(r"(__sync(threads|warp)|(threadgroup|simdgroup)_barrier)\([^()]*\);", line)
     ]
 
 
@@ -85,7 +119,9 @@ def mutate_index(line: str) -> list[str]:
     for m in re.finditer(r"[\w)\]]\[", line):
         end = matching_bracket(line, m.end() - 1)
         inside = line[m.end() : end]
-        declares = re.search(r"\(&\w+\)(\[[^]]*\])*$|^\s*(const )?[\w:]+ \w+$", line[: m.end() - 1])
+        declares = re.search(
+            r"\(&\w*\)(\[[^]]*\])*$|^\s*(const )?[\w:]+ \w+(\[\w+\])*$|= \{\}, \w+$", line[: m.end() - 1]
+        )
         if end > 0 and inside and not declares:
             mutants.append(f"{line[: m.end()]}{inside} + 1{line[end:]}")
     return mutants
@@ -140,8 +176,9 @@ def mutants_of(path: Path, kinds: list[str]) -> list[Mutant]:
 class Workplace:
     """A copy of the tree, in which one mutant at a time lives."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, target: Target) -> None:
         self.directory = directory
+        self.target = target
         for name in ("csrc", "tests", "rvllm", "scripts"):
             shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "setup.py"):
@@ -154,11 +191,11 @@ class Workplace:
             "PYTHONPATH": str(self.directory),
             "RVLLM_EMU_BUILD": str(self.directory / "build"),
         }
-        build = [sys.executable, "tests/emu/build_emulated.py", variant]
+        build = [sys.executable, self.target.build, variant.removeprefix("metal-")]
         if subprocess.run(build, cwd=self.directory, env=env, capture_output=True).returncode:
             return None
         pytest = [sys.executable, "tests/emu/run_sanitized.py", variant, "-x", "-q", "-p", "no:cacheprovider"]
-        for tests in TESTS[variant]:
+        for tests in self.target.tests[variant]:
             try:
                 result = subprocess.run(
                     [*pytest, *tests], cwd=self.directory, env=env, capture_output=True, timeout=600
@@ -170,14 +207,15 @@ class Workplace:
         return True
 
     def survives(self, mutant: Mutant) -> bool | None:
-        path = self.directory / "csrc/cuda" / mutant.file
+        path = self.directory / self.target.folder / mutant.file
         original = path.read_text()
         lines = original.splitlines()
         lines[mutant.line - 1] = mutant.after
         path.write_text("\n".join(lines) + "\n")
         try:
-            survives = self.passes("plain")
-            return self.passes("tsan") if survives and mutant.kind == "barrier" else survives
+            plain, *tsan = self.target.tests
+            survives = self.passes(plain)
+            return self.passes(tsan[0]) if survives and tsan and mutant.kind == "barrier" else survives
         finally:
             path.write_text(original)
 
@@ -186,17 +224,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--device", choices=list(TARGETS), default="cuda")
     parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(
-        "--file", nargs="+", help="names of files in csrc/cuda (default: all with device code)"
+        "--file", nargs="+", help="names of files in csrc/DEVICE (default: all with device code)"
     )
     parser.add_argument("--sample", type=int, help="only so many, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
 
+    target = TARGETS[args.device]
     files = sorted(
-        p for p in (ROOT / "csrc/cuda").iterdir() if p.suffix in SUFFIXES and p.name not in HOST_CODE
+        p
+        for p in (ROOT / target.folder).iterdir()
+        if p.suffix in target.suffixes and p.name not in target.host_code
     )
     if args.file:
         files = [p for p in files if p.name in args.file]
@@ -211,8 +253,8 @@ def main() -> int:
 
     survived, caught, invalid = 0, 0, 0
     with tempfile.TemporaryDirectory() as directory:
-        workplace = Workplace(Path(directory))
-        variants = ["plain", "tsan"] if any(m.kind == "barrier" for m in mutants) else ["plain"]
+        workplace = Workplace(Path(directory), target)
+        variants = list(target.tests)[: 2 if any(m.kind == "barrier" for m in mutants) else 1]
         for variant in variants:
             if not workplace.passes(variant):
                 print(f"the tests do not pass before anything is changed ({variant})", file=sys.stderr)
