@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "check.h"
@@ -22,10 +23,16 @@ inline const TypeInfo& checked_type(const HostTensor& t, const char* backend) {
   return *type;
 }
 
+inline void check_finite(bool finite, const HostTensor& t) {
+  check(finite, t.name, ": holds NaN or infinity, so no answer would be right: the file is damaged");
+}
+
 // All values of a small tensor, which is then consumed.
 inline std::vector<float> to_floats(const HostTensor& t, const char* backend) {
   std::vector<float> values(size_t(t.rows * t.cols));
-  dequantize_row(checked_type(t, backend), t.data, values.data(), t.rows * t.cols);
+  const TypeInfo& type = checked_type(t, backend);
+  check_finite(all_finite(type, t.data, t.rows * t.cols), t);
+  dequantize_row(type, t.data, values.data(), t.rows * t.cols);
   if (t.consumed) t.consumed(t.bytes);
   return values;
 }
@@ -39,17 +46,26 @@ inline int64_t rows_of_expert(const HostTensor& t, int num_experts) {
 
 // Goes through the tiles of `tile_rows` rows of all experts, `piece` of them at a time, so that a large tensor is not
 // in memory twice: pack(rows of the tile's expert in the file, tile of the expert, tile of all) runs on threads, then
-// finish(first tile, number of tiles) once a piece.
+// finish(first tile, number of tiles) once a piece. Throws invalid_argument naming a tensor with NaN or infinity.
 template <class Pack, class Finish>
 void for_tiles(ThreadPool& pool, const HostTensor& t, int num_experts, int tile_rows, int64_t piece, const Pack& pack,
                const Finish& finish) {
   const int64_t rows = rows_of_expert(t, num_experts), row_bytes = int64_t(t.bytes) / t.rows;
   const int64_t tiles = (rows + tile_rows - 1) / tile_rows, all = tiles * num_experts;
+  const TypeInfo& type = *find_type(t.type);
+  std::atomic<bool> finite{true};
+  const auto work = [&](int64_t i) {
+    const uint8_t* expert = t.data + i / tiles * rows * row_bytes;
+    const int64_t row = i % tiles * tile_rows, count = std::min<int64_t>(tile_rows, rows - row);
+    if (!all_finite(type, expert + row * row_bytes, count * t.cols)) finite = false;
+    pack(expert, i % tiles, i);
+  };
   for (int64_t first = 0; first < all; first += piece) {
     const int64_t count = std::min(piece, all - first);
     pool.parallel_for(count, 4, [&](int64_t begin, int64_t end, int) {
-      for (int64_t i = first + begin; i < first + end; ++i) pack(t.data + i / tiles * rows * row_bytes, i % tiles, i);
+      for (int64_t i = first + begin; i < first + end; ++i) work(i);
     });
+    check_finite(finite, t);
     finish(first, count);
     const int64_t done = first + count;
     if (t.consumed) t.consumed(size_t((done / tiles * rows + std::min(rows, done % tiles * tile_rows)) * row_bytes));

@@ -1,5 +1,6 @@
 #include "quant.h"
 
+#include <cstddef>
 #include <cstring>
 
 #include "half.h"
@@ -229,6 +230,30 @@ void codes_to_floats(const TypeInfo& type, const Codes& c, float* w) {
   }
 }
 
+// Where the f16 scale lies in a block; a minimum follows it.
+int64_t scale_offset(GgmlType type) {
+  switch (type) {
+    case GgmlType::Q2_K: return offsetof(BlockQ2_K, d);
+    case GgmlType::Q3_K: return offsetof(BlockQ3_K, d);
+    case GgmlType::Q6_K: return offsetof(BlockQ6_K, d);
+    case GgmlType::TQ1_0: return offsetof(BlockTQ1_0, d);
+    case GgmlType::TQ2_0: return offsetof(BlockTQ2_0, d);
+    default: return 0;
+  }
+}
+
+// Whether none of `count` words, `stride` bytes apart, has every bit of `exponent` set, as infinity and NaN have.
+template <class Word>
+bool none_full(const uint8_t* p, int64_t count, int64_t stride, Word exponent) {
+  bool found = false;
+  for (int64_t i = 0; i < count; ++i) {
+    Word word;
+    std::memcpy(&word, p + i * stride, sizeof word);
+    found |= (word & exponent) == exponent;
+  }
+  return !found;
+}
+
 }  // namespace
 
 const TypeInfo* find_type(uint32_t type) {
@@ -254,6 +279,28 @@ void dequantize_row(const TypeInfo& type, const uint8_t* src, float* dst, int64_
   for (int64_t k = 0; k < n; k += type.block_size, src += type.block_bytes) {
     type.decode(src, codes);
     codes_to_floats(type, codes, dst + k);
+  }
+}
+
+bool all_finite(const TypeInfo& type, const uint8_t* src, int64_t n) {
+  const int64_t blocks = n / type.block_size, size = type.block_bytes;
+  const uint8_t* scale = src + scale_offset(type.type);
+  switch (type.type) {
+    case GgmlType::F32: return none_full<uint32_t>(src, n, 4, 0x7f800000);
+    case GgmlType::BF16: return none_full<uint16_t>(src, n, 2, 0x7f80);
+    case GgmlType::MXFP4: return none_full<uint8_t>(src, blocks, size, 0xfc);  // from 2^124 on; times 12 is too much
+    case GgmlType::IQ1_M: {
+      Codes codes;
+      bool finite = true;
+      for (int64_t i = 0; i < blocks; ++i) {
+        type.decode(src + i * size, codes);
+        finite &= (codes.d & 0x7c00) != 0x7c00;
+      }
+      return finite;
+    }
+    default:
+      return none_full<uint16_t>(scale, blocks, size, 0x7c00) &&
+             (!type.format.has_min() || none_full<uint16_t>(scale + 2, blocks, size, 0x7c00));
   }
 }
 

@@ -109,4 +109,7 @@ const TypeInfo* find_type(uint32_t type);
 // Decodes n weights of one row to floats; n is a multiple of the type's block size.
 void dequantize_row(const TypeInfo& type, const uint8_t* src, float* dst, int64_t n);
 
+// Whether n weights, or the scales of their blocks, are finite numbers.
+bool all_finite(const TypeInfo& type, const uint8_t* src, int64_t n);
+
 }  // namespace rvllm

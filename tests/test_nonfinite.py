@@ -1,19 +1,25 @@
-"""What is no finite number never passes for one: it reaches the logits, and ends its own request with an error."""
+"""What is no finite number never passes for one: a file with it is refused, or it reaches the logits and ends its own
+request with an error."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
-from random_weights import random_weights
+from random_weights import BLOCK_FIELDS, random_weights, write_d
 from tiny_gguf import VOCAB, write_tiny_model
 
 from rvllm import LLM, SamplingParams, _core
 from rvllm._core import ops
+from rvllm.config import EngineConfig, ModelConfig
+from rvllm.gguf_file import GGUFError, GGUFFile
+from rvllm.model_runner import ModelRunner
 
 ISAS = _core.available_isas()
-POISON = VOCAB  # a token of the poisoned models whose embedding holds one NaN
+POISON = VOCAB  # a token of the poisoned models whose embedding holds one infinite element
 
 Array = NDArray[np.float32]
 
@@ -111,3 +117,53 @@ def test_only_the_request_that_meets_it_ends(
         assert [output.outputs for output in outputs] == expected
     assert llm.engine.stats.free_blocks == 64
     llm.engine.scheduler.check_integrity()
+
+
+def spoil(data: Array | NDArray[np.uint8], kind: GGMLType, at: int, value: float) -> bytes:
+    """Weights in which the scale of block `at`, or weight `at`, is value."""
+    if kind not in BLOCK_FIELDS:
+        words = {GGMLType.F32: "<f4", GGMLType.F16: "<f2"}.get(kind, "<u2")
+        flat = data.reshape(-1).view(words).copy()
+        flat[at] = 0x7F80 if kind == GGMLType.BF16 else value
+        return flat.tobytes()
+    blocks = data.reshape(-1, GGML_QUANT_SIZES[kind][1]).copy()
+    if kind == GGMLType.MXFP4:
+        blocks[at, 0] = 255
+    else:
+        with np.errstate(invalid="ignore"):
+            write_d(kind, blocks[at : at + 1], np.array([value]))
+    return blocks.tobytes()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("kind", [GGMLType.F32, GGMLType.F16, GGMLType.BF16, *BLOCK_FIELDS])
+def test_weights_are_checked_as_they_are_loaded(kind: GGMLType, value: float) -> None:
+    n, k = 40, 512
+    backend, x = _core.CpuBackend(2), normal(1, k)
+    weight = random_weights(kind, n, k, 0.1, np.random.default_rng(0))
+    ops.linear(backend, int(kind), n, weight.tobytes(), x)
+    num_blocks = n * k // GGML_QUANT_SIZES[kind][0]
+    for at in (0, num_blocks // 2 + 1, num_blocks - 1):
+        with pytest.raises(ValueError, match="holds NaN or infinity, so no answer would be right"):
+            ops.linear(backend, int(kind), n, spoil(weight, kind, at, value), x)
+
+
+@pytest.mark.parametrize("offset", [2, 82])
+def test_minimums_are_checked_as_well(offset: int) -> None:
+    kind = GGMLType.Q4_1 if offset == 2 else GGMLType.Q2_K
+    weight = random_weights(kind, 3, 256, 0.1, np.random.default_rng(0))
+    weight[1, offset : offset + 2] = np.array([np.inf], "<f2").view(np.uint8)
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        ops.linear(_core.CpuBackend(1), int(kind), 3, weight.tobytes(), normal(1, 256))
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.0.attn_norm.weight", "token_embd.weight"])
+def test_the_tensor_is_named(tmp_path: Path, name: str) -> None:
+    write_tiny_model(tmp_path / "tiny.gguf")
+    gguf = GGUFFile(tmp_path / "tiny.gguf")
+    tensor = gguf.tensors[name]
+    data = np.frombuffer(spoil(np.array(tensor.data), GGMLType.F32, 5, np.nan), np.uint8)
+    gguf.tensors[name] = type(tensor)(name, tensor.type, tensor.type_id, tensor.shape, data)
+    message = rf"tiny\.gguf: {re.escape(name)}: holds NaN or infinity, so no answer would be right"
+    with pytest.raises(GGUFError, match=message):
+        ModelRunner(gguf, ModelConfig.from_gguf(gguf), EngineConfig(num_blocks=4))

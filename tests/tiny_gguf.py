@@ -173,8 +173,8 @@ def write_tiny_model(
     with K-quants to 256 and 512; experts have a third of that, with K-quants 256. family replaces the
     architecture's row. qkv_bias defaults to what the architecture has. rope_dim: elements of a head with RoPE.
     rope_factors: of "long" and "short" contexts. poisoned_token: one element of its embedding, which must be
-    F32, is NaN. metadata adds keys or replaces them. Raises ValueError when the blocks of a type do not divide
-    a matrix.
+    F32, is infinite once it is scaled. metadata adds keys or replaces them. Raises ValueError when the blocks of a
+    type do not divide a matrix.
     """
     patterns = {"*": quant} if isinstance(quant, str) else quant
     is_super = any(gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == gguf.QK_K for name in patterns.values())
@@ -231,7 +231,7 @@ def write_tiny_model(
     if poisoned_token is not None:
         name, shape, kind, data = tensors.pop()
         table = np.frombuffer(data, "<f4").reshape(shape).copy()
-        table[poisoned_token, 3] = np.nan
+        table[poisoned_token, 3] = np.finfo(np.float32).max
         tensors.append((name, shape, kind, table.tobytes()))
     for layer in range(layers):
         blk = f"blk.{layer}"
@@ -300,5 +300,7 @@ def write_tiny_model(
         keys.update({f"{arch}.{key}": size for key, size in sizes if key in family.expert_keys})
     if sliding_window:
         keys[f"{arch}.attention.sliding_window"] = sliding_window
+    if poisoned_token is not None:
+        keys[f"{arch}.embedding_scale"] = 8.0
     keys.update(metadata or {})
     write_gguf(path, keys, tensors)
