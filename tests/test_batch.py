@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -341,18 +340,6 @@ def test_a_request_whose_steps_fail_is_left_to_the_next_run(
     assert bodies(Path("out.jsonl")).keys() == {"r0", "r1", "r2", "r3"}
     assert Run(capsys, *arguments(model)).status == 0
     assert len(bodies(Path("out.jsonl"))) == 5
-
-
-DOCS = Path(__file__).parents[1] / "docs" / "batch.md"
-
-
-@pytest.mark.skipif(not DOCS.exists(), reason="the docs are not beside the tests")
-def test_the_input_in_the_docs_is_answered(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    found = re.search(r"<!-- input -->\n```json\n(.*?)```", DOCS.read_text(), re.S)
-    assert found
-    Path("in.jsonl").write_text(found[1])
-    assert Run(capsys, *arguments(model)).status == 0
-    assert bodies(Path("out.jsonl")).keys() == {"one", "two", "three"}
 
 
 def test_the_seed_of_a_request_comes_from_the_run_and_its_custom_id(

@@ -401,13 +401,6 @@ def test_masks_are_computed_beside_the_step(llm: LLM, monkeypatch: pytest.Monkey
     assert threads and all(name.startswith("rvllm-grammar") for name in threads)
 
 
-def test_the_examples_of_the_documentation_run(smollm2_path: Path) -> None:
-    text = (Path(__file__).parent.parent / "docs" / "structured_output.md").read_text("utf-8")
-    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(examples) == 2
-    exec("\n".join(examples), {})
-
-
 # --- How complex a grammar may become
 
 
