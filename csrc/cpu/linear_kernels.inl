@@ -127,16 +127,18 @@ template <int Type>
 inline Vec accumulate(const BlockScales& s, IVec low, IVec high, const QuantizedRows& x, int64_t i, Vec sum) {
   constexpr PackedFormat f = kFormats[Type];
   constexpr int kZero = f.is_signed() ? kByteOffset : f.zero;
+  constexpr int kZeroBits = kZero ? __builtin_ctz(kZero) : 0;
+  static_assert(kZero == 0 || kZero == 1 << kZeroBits, "a multiplication before the broadcast would be slower");
   const Vec d = mul(s.d, set1(x.scale[i]));
   if constexpr (!f.is_halved()) {
-    if (kZero) low = isub(low, iset1(kZero * x.sum[i]));
+    if (kZero) low = isub(low, ishift_left(iset1(x.sum[i]), kZeroBits));
     sum = fma(to_float(low), d, sum);
     if (f.has_min()) sum = fma(s.m, set1(x.scaled_sum[i]), sum);
   } else {
     const int32_t* half = x.half_sum + 2 * i;
     if (kZero) {
-      low = isub(low, iset1(kZero * half[0]));
-      high = isub(high, iset1(kZero * half[1]));
+      low = isub(low, ishift_left(iset1(half[0]), kZeroBits));
+      high = isub(high, ishift_left(iset1(half[1]), kZeroBits));
     }
     const IVec dot = iadd(imul(s.scale[0], low), imul(s.scale[1], high));
     sum = fma(to_float(dot), d, sum);
@@ -197,13 +199,12 @@ inline void finish_tile(const LinearArgs& args, int tile, int row, int rows, con
   }
 }
 
-constexpr int kDirectRows = 8;    // so few rows read codes as they are packed; for more, storing them unpacked pays
 constexpr int kPrefetchRows = 3;  // from which on a chunk is worked on for longer than the processor itself looks ahead
 
 inline void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 2); }  // into the second-level cache
 
 // multiply_tiles multiplies as many of the first rows as it likes and returns their number.
-template <int Type, class MultiplyTiles>
+template <int Type, int DirectRows, class MultiplyTiles>
 void linear_quantized(const LinearArgs& args, int begin, int end, const MultiplyTiles& multiply_tiles) {
   constexpr PackedFormat f = kFormats[Type];
   constexpr int kChunkBytes = kMaxChunk / f.chunk_blocks() * f.chunk_bytes();
@@ -219,13 +220,13 @@ void linear_quantized(const LinearArgs& args, int begin, int end, const Multiply
         const int blocks = row_blocks - first < kMaxChunk ? row_blocks - first : kMaxChunk;
         for (int i = 0; i < kChunkBytes && rows >= kPrefetchRows; i += 64) prefetch(p + 2 * kChunkBytes + i);
         int r = 0;
-        if (rows > kDirectRows) {
+        if (DirectRows < kRowBlock && rows > DirectRows) {
           unpack<Type>(p, blocks, args.codebook, chunk);
           r = multiply_tiles(chunk, first, blocks, args, row0, rows, sums);
           for (; r + kRows <= rows; r += kRows)
             multiply<Type, kRows>(UnpackedBlocks<Type>{chunk}, first, blocks, args, row0 + r, sums + r * kTileCols);
         }
-        multiply_rest<Type, 4>(PackedBlocks<Type>(p, args.codebook), first, blocks, args, row0, r, rows, sums);
+        multiply_rest<Type, kRows>(PackedBlocks<Type>(p, args.codebook), first, blocks, args, row0, r, rows, sums);
       }
       finish_tile(args, tile, row0, rows, sums);
     }
@@ -234,7 +235,7 @@ void linear_quantized(const LinearArgs& args, int begin, int end, const Multiply
 
 template <int Type>
 void linear_quantized(const LinearArgs& args, int begin, int end) {
-  linear_quantized<Type>(args, begin, end, [](auto&&...) { return 0; });
+  linear_quantized<Type, kDirectRows>(args, begin, end, [](auto&&...) { return 0; });
 }
 
 inline void dot_products(const uint8_t* codes, const int8_t* x, float* out) {

@@ -101,7 +101,7 @@ template <int Type>
 void linear_tiles(const LinearArgs& args, int begin, int end) {
   if (args.rows < kTileRows) return kernels_avx512_vnni().linear[Type](args, begin, end);
   use_tiles(kFormats[Type].is_halved() ? 16 : 32);
-  linear_quantized<Type>(args, begin, end, multiply_tiles<Type>);
+  linear_quantized<Type, kLeastTileRows - 1>(args, begin, end, multiply_tiles<Type>);
   release_tiles();
 }
 

@@ -5,6 +5,7 @@ struct IVec { __m256i lo, hi; };
 struct Bytes { __m256i lo, hi; };
 
 constexpr int kRows = 4;
+constexpr int kDirectRows = 8;
 constexpr int kColumnVecs = 2;
 constexpr int kByteOffset = 0;
 
@@ -111,6 +112,7 @@ inline void istore(int32_t* p, IVec a) {
 
 inline IVec iand(IVec a, IVec b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 inline IVec ishift_right(IVec a, int bits) { return {_mm256_srai_epi32(a.lo, bits), _mm256_srai_epi32(a.hi, bits)}; }
+inline IVec ishift_left(IVec a, int bits) { return {_mm256_slli_epi32(a.lo, bits), _mm256_slli_epi32(a.hi, bits)}; }
 inline IVec iadd(IVec a, IVec b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline IVec isub(IVec a, IVec b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 inline IVec imul(IVec a, IVec b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
@@ -152,6 +154,12 @@ inline Bytes look_up(Bytes table, Bytes codes) {
   return {_mm256_shuffle_epi8(table.lo, codes.lo), _mm256_shuffle_epi8(table.hi, codes.hi)};
 }
 
+// Has sums made one after the other: gcc would make a tree of them, whose terms do not fit the registers.
+inline __m256i in_order(__m256i a) {
+  asm("" : "+x"(a));
+  return a;
+}
+
 // Unsigned codes times signed activations: maddubs adds pairs in 16 bits, which hold the sums of `kWiden` groups
 // (2 x 127 x largest code each) before they must be widened to 32.
 template <int Bits, int Groups, int R, class Group>
@@ -176,15 +184,15 @@ inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* 
           lo[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x, w.lo));
           hi[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x, w.hi));
         } else {
-          lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(w.lo, x));
-          hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(w.hi, x));
+          lo[r] = in_order(_mm256_add_epi16(lo[r], _mm256_maddubs_epi16(w.lo, x)));
+          hi[r] = in_order(_mm256_add_epi16(hi[r], _mm256_maddubs_epi16(w.hi, x)));
         }
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      out[r].lo = _mm256_add_epi32(out[r].lo, _mm256_madd_epi16(lo[r], ones));
-      out[r].hi = _mm256_add_epi32(out[r].hi, _mm256_madd_epi16(hi[r], ones));
+      out[r].lo = in_order(_mm256_add_epi32(out[r].lo, _mm256_madd_epi16(lo[r], ones)));
+      out[r].hi = in_order(_mm256_add_epi32(out[r].hi, _mm256_madd_epi16(hi[r], ones)));
     }
   }
 }

@@ -6,6 +6,7 @@ using IVec = __m512i;
 using Bytes = __m512i;
 
 constexpr int kRows = 8;
+constexpr int kDirectRows = kRowBlock;
 constexpr int kColumnVecs = 4;
 constexpr int kByteOffset = 128;  // vpdpbusd takes unsigned codes
 
@@ -75,6 +76,7 @@ inline IVec iload_i8(const int8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si
 inline void istore(int32_t* p, IVec a) { _mm512_storeu_si512(p, a); }
 inline IVec iand(IVec a, IVec b) { return _mm512_and_si512(a, b); }
 inline IVec ishift_right(IVec a, int bits) { return _mm512_srai_epi32(a, unsigned(bits)); }
+inline IVec ishift_left(IVec a, int bits) { return _mm512_slli_epi32(a, unsigned(bits)); }
 inline IVec iadd(IVec a, IVec b) { return _mm512_add_epi32(a, b); }
 inline IVec isub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }
 inline IVec imul(IVec a, IVec b) { return _mm512_mullo_epi32(a, b); }

@@ -6,6 +6,7 @@ struct IVec { int32x4_t v[4]; };
 struct Bytes { uint8x16_t v[4]; };
 
 constexpr int kRows = 4;
+constexpr int kDirectRows = 8;
 constexpr int kColumnVecs = 1;
 constexpr int kByteOffset = 0;  // sdot takes signed codes, and those of fewer bits are below 128
 
@@ -108,6 +109,10 @@ inline void istore(int32_t* p, IVec a) {
 inline IVec iand(IVec a, IVec b) { return iquarters([=](int i) { return vandq_s32(a.v[i], b.v[i]); }); }
 inline IVec ishift_right(IVec a, int bits) {
   return iquarters([=](int i) { return vshlq_s32(a.v[i], vdupq_n_s32(-bits)); });
+}
+
+inline IVec ishift_left(IVec a, int bits) {
+  return iquarters([=](int i) { return vshlq_s32(a.v[i], vdupq_n_s32(bits)); });
 }
 
 inline IVec iadd(IVec a, IVec b) { return iquarters([=](int i) { return vaddq_s32(a.v[i], b.v[i]); }); }

@@ -5,6 +5,7 @@ struct IVec { int32_t v[16]; };
 struct Bytes { uint8_t v[64]; };  // a group of codes
 
 constexpr int kRows = 4;        // rows multiplied together, as registers allow
+constexpr int kDirectRows = 8;  // rows multiplied by codes as they are packed; for more, unpacking them first pays
 constexpr int kColumnVecs = 1;  // vectors of V weighed together, likewise
 constexpr int kByteOffset = 0;  // added to signed 8-bit codes when they are unpacked, for a dot_rows of unsigned ones
 
@@ -117,6 +118,11 @@ inline IVec iand(IVec a, IVec b) {
 
 inline IVec ishift_right(IVec a, int bits) {
   for (int i = 0; i < 16; ++i) a.v[i] >>= bits;
+  return a;
+}
+
+inline IVec ishift_left(IVec a, int bits) {
+  for (int i = 0; i < 16; ++i) a.v[i] *= 1 << bits;
   return a;
 }
 
