@@ -57,10 +57,11 @@ const float* values(const Weight* vector) {
 
 // Activations as int8: the arrays of quantize.metal in one piece of memory.
 struct QuantizedRows {
-  uint8_t* codes;
-  float *scales, *scaled_sums;
-  int* half_sums;
+  uint8_t* codes = nullptr;
+  float *scales = nullptr, *scaled_sums = nullptr;
+  int* half_sums = nullptr;
 
+  QuantizedRows() = default;
   static int64_t bytes(int64_t rows, int64_t k) { return divided_up(rows, 8) * (k / 32) * (256 + 8 * 16); }
   QuantizedRows(uint8_t* memory, int64_t rows, int64_t k) {
     const int64_t tiles = divided_up(rows, 8) * (k / 32);
@@ -182,7 +183,7 @@ void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const Ex
     return m.format >= 0 && !uses_tiles(m, out.rows, experts);
   });
   if (needs_int8) reserve(quantized_, QuantizedRows::bytes(places, k), "quantized activations");
-  const QuantizedRows int8(quantized_.as<uint8_t>(), places, k);
+  const QuantizedRows int8 = needs_int8 ? QuantizedRows(quantized_.as<uint8_t>(), places, k) : QuantizedRows();
   if (needs_int8)
     device_.encode("quantize", {out.rows, divided_up(k / 32, 8)}, 256,
                    QuantizeArgs{int(x.stride), per_source, int(k), experts != nullptr},
