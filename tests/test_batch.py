@@ -200,19 +200,19 @@ def test_a_killed_run_goes_on_and_gives_the_answers_of_one_go(
 def test_a_signal_stops_it_between_lines(
     number: signal.Signals, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rvllm.cli.batch import _Progress
+    from rvllm.cli.batch import Progress
 
-    add = _Progress.add
+    write_answer = Progress.write
 
-    def add_and_stop(progress: _Progress, entry: dict[str, Any]) -> None:
-        add(progress, entry)
+    def write_and_stop(progress: Progress, entry: dict[str, Any]) -> None:
+        write_answer(progress, entry)
         if progress._num_answers == 5:
             os.kill(os.getpid(), number)
 
     write(Path("in.jsonl"), many(30))
     options = arguments(model, "-np", "2", "--seed", "5")
     with monkeypatch.context() as patch:
-        patch.setattr(_Progress, "add", add_and_stop)
+        patch.setattr(Progress, "write", write_and_stop)
         run = Run(capsys, *options)
     assert run.status == 128 + number
     count = len(entries(Path("out.jsonl")))

@@ -8,7 +8,20 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from rvllm.cli import batch, bench, bench_serve, chat, doctor, generate, info, perplexity, pull, serve
+from rvllm.cli import (
+    batch,
+    bench,
+    bench_serve,
+    chat,
+    doctor,
+    generate,
+    info,
+    perplexity,
+    pull,
+    ray_batch,
+    ray_serve,
+    serve,
+)
 from rvllm.cli.errors import CommandError, one_line
 from rvllm.version import __version__
 
@@ -22,6 +35,8 @@ COMMANDS = {
     "info": info,
     "perplexity": perplexity,
     "pull": pull,
+    "ray batch": ray_batch,
+    "ray serve": ray_serve,
     "serve": serve,
 }
 

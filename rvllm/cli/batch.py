@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # fmt: on
 
 
+Answer = Callable[[argparse.Namespace, "ServerConfig", "InputFile", "OutputFile"], "int | None"]
+
+
 def run(args: argparse.Namespace) -> int:
+    return run_with(answer_here, args)
+
+
+def run_with(answer: Answer, args: argparse.Namespace) -> int:
+    """answer: answers what is left; returns the signal that ended it early. Raises EngineDeadError and ValueError."""
     from rvllm.server.batch_file import InputFile, OutputFile
 
     with user_errors():
@@ -64,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.output}: answers {len(unknown)} requests that {args.input} does not have, such as "
                 f"{min(unknown)!r}: is it the output of another file?"
             )
-        return _run(args, source, output)
+        return _run(answer, args, source, output)
     except OSError as error:
         reason = error.strerror or one_line(error)
         _say(f"error: cannot write {args.output}: {reason}; {_count(source, output)}, {GO_ON}")
@@ -73,12 +82,19 @@ def run(args: argparse.Namespace) -> int:
         output.close()
 
 
-def _run(args: argparse.Namespace, source: InputFile, output: OutputFile) -> int:
+def _run(answer: Answer, args: argparse.Namespace, source: InputFile, output: OutputFile) -> int:
     """Raises OSError when the output cannot be written."""
+    from rvllm.engine_errors import EngineDeadError
+
+    stopped_by = None
     for bad in source.bad_lines:
         if bad.number not in output.refused:
             output.write(bad.entry())
-    stopped_by = _answer(args, source, output) if source.lines.keys() - output.answered else None
+    if source.lines.keys() - output.answered:
+        try:
+            stopped_by = answer(args, _config(args), source, output)
+        except (EngineDeadError, ValueError) as error:
+            raise CommandError(f"{one_line(error)}; {_count(source, output)}, {GO_ON}") from error
     output.sync()
     count = _count(source, output)
     if stopped_by is not None:
@@ -92,22 +108,32 @@ def _run(args: argparse.Namespace, source: InputFile, output: OutputFile) -> int
     return EXIT_FAILURE if output.num_failed else 0
 
 
-def _answer(args: argparse.Namespace, source: InputFile, output: OutputFile) -> int | None:
-    """Answers what is left; returns the signal that ended it early."""
+def answer_here(
+    args: argparse.Namespace, config: ServerConfig, source: InputFile, output: OutputFile
+) -> int | None:
+    app = load_app(args, config)
+    try:
+        return asyncio.run(_run_until_signal(args, app, source, output))
+    finally:
+        app.state.model.engine.shutdown()
+
+
+def load_app(args: argparse.Namespace, config: ServerConfig, seed: int | None = None) -> FastAPI:
+    """The server's application with its engine running, for callers that bound what is in flight themselves.
+
+    seed: the engine's. Raises CommandError.
+    """
     from rvllm.async_engine import AsyncEngine
     from rvllm.server.app import create_app
     from rvllm.server.served_model import ServedModel
 
-    config = _config(args)
-    llm = load_chat_llm(args)
+    llm = load_chat_llm(args, seed)
     app = create_app(config)
     engine = AsyncEngine(llm.engine, max_queue=MAX_QUEUE, observer=app.state.metrics)
     engine.start()
+    app.state.metrics.observe_engine(engine)
     app.state.model = ServedModel.of(llm, engine, config)
-    try:
-        return asyncio.run(_run_until_signal(args, app, source, output))
-    finally:
-        engine.shutdown()
+    return app
 
 
 def _config(args: argparse.Namespace) -> ServerConfig:
@@ -121,12 +147,11 @@ def _config(args: argparse.Namespace) -> ServerConfig:
 async def _run_until_signal(
     args: argparse.Namespace, app: FastAPI, source: InputFile, output: OutputFile
 ) -> int | None:
-    from rvllm.engine_errors import EngineDeadError
     from rvllm.server.batch import BatchRunner
 
-    progress = _Progress(source, output)
+    progress = Progress(source, output)
     requests = source.requests(without=set(output.answered))
-    task = asyncio.ensure_future(BatchRunner(app, output, args.seed, progress.add).run(requests))
+    task = asyncio.ensure_future(BatchRunner(app, args.seed, progress.write).run(requests))
     stopped_by: list[int] = []
 
     def stop(number: int) -> None:
@@ -140,8 +165,6 @@ async def _run_until_signal(
     except asyncio.CancelledError:
         if not stopped_by:
             raise
-    except (EngineDeadError, ValueError) as error:
-        raise CommandError(f"{one_line(error)}; {_count(source, output)}, {GO_ON}") from error
     finally:
         progress.end()
     return stopped_by[0] if stopped_by else None
@@ -156,8 +179,8 @@ def _say(line: str) -> None:
         print(f"rvllm: {line}", file=sys.stderr, flush=True)
 
 
-class _Progress:
-    """How far a batch is and how fast, on standard error."""
+class Progress:
+    """Writes answers, and tells on standard error how far a batch is and how fast."""
 
     def __init__(self, source: InputFile, output: OutputFile) -> None:
         self._source = source
@@ -167,7 +190,9 @@ class _Progress:
         self._start = self._last = time.monotonic()
         self._num_answers = self._num_tokens = 0
 
-    def add(self, entry: dict[str, Any]) -> None:
+    def write(self, entry: dict[str, Any]) -> None:
+        """Raises OSError when the output cannot be written."""
+        self._output.write(entry)
         self._num_answers += 1
         usage = entry["response"]["body"].get("usage") or {}
         self._num_tokens += usage.get("completion_tokens", 0)

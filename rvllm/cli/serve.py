@@ -58,15 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.model_argument is not None:
-        if args.model is not None:
-            raise CommandError("MODEL and --model are the same: give one of them")
-        args.model = args.model_argument
-    config = _server_config(args)
-    if args.max_queue < 0:
-        raise CommandError(f"--max-queue must be at least 0, not {args.max_queue}")
-    if not args.drain_timeout >= 0:
-        raise CommandError(f"--drain-timeout must be at least 0, not {args.drain_timeout:g}")
+    config = server_config(args)
     try:
         listener = _listen(args.host, args.port)
     except OSError as error:
@@ -90,9 +82,18 @@ def replica_count(text: str) -> int | str:
     return text if text == "numa" else int(text)
 
 
-def _server_config(args: argparse.Namespace) -> ServerConfig:
+def server_config(args: argparse.Namespace) -> ServerConfig:
+    """Settings of the arguments above; sets args.model. Raises CommandError for values that are out of range."""
     from rvllm.server.served_model import ServerConfig
 
+    if args.model_argument is not None:
+        if args.model is not None:
+            raise CommandError("MODEL and --model are the same: give one of them")
+        args.model = args.model_argument
+    if args.max_queue < 0:
+        raise CommandError(f"--max-queue must be at least 0, not {args.max_queue}")
+    if not args.drain_timeout >= 0:
+        raise CommandError(f"--drain-timeout must be at least 0, not {args.drain_timeout:g}")
     if args.timeout is not None and not 0 < args.timeout < 1e9:
         raise CommandError(f"--timeout must be more than 0, not {args.timeout:g}")
     if args.max_body_size < 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json, to_json
 
 from rvllm.engine_errors import EngineDeadError
-from rvllm.server.batch_file import BatchRequest, OutputFile, output_entry
+from rvllm.server.batch_file import BatchRequest, output_entry
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -25,22 +25,19 @@ class BatchRunner:
     """Answers requests with the application, whose model is loaded.
 
     seed: makes that of each request that has none, from its custom_id, so that it does not matter when it runs.
-    on_answer: is called after each line that has been written.
+    on_answer: is called with each answer, a line of the output.
     """
 
-    def __init__(
-        self, app: FastAPI, output: OutputFile, seed: int | None, on_answer: Callable[[dict[str, Any]], None]
-    ) -> None:
+    def __init__(self, app: FastAPI, seed: int | None, on_answer: Callable[[dict[str, Any]], None]) -> None:
         self._app = app
-        self._output = output
         self._seed = seed
         self._on_answer = on_answer
 
     async def run(self, requests: Iterator[BatchRequest]) -> None:
-        """Writes an answer to each request; those in flight are dropped when the task is cancelled.
+        """Answers each request; those in flight are dropped when the task is cancelled.
 
         A request whose steps fail gets no answer, so that the next run tries it again.
-        Raises OSError when the output cannot be written, EngineDeadError, and what `requests` raises.
+        Raises EngineDeadError, and what `requests` and on_answer raise.
         """
         model: ServedModel = self._app.state.model
         # Twice as many as run, so that the next prompts are encoded when there is room for them.
@@ -63,9 +60,7 @@ class BatchRunner:
                 if model.engine.is_dead:
                     raise EngineDeadError(f"the engine has failed: {model.engine.error}")
                 if not _is_failed_step(response):
-                    entry = output_entry(request.custom_id, response)
-                    self._output.write(entry)
-                    self._on_answer(entry)
+                    self._on_answer(output_entry(request.custom_id, response))
                     break
 
     async def _ask(self, request: BatchRequest) -> dict[str, Any]:
