@@ -198,6 +198,21 @@ def test_what_is_no_http_is_a_400(url: str, data: bytes) -> None:
     is_well(url)
 
 
+@pytest.mark.parametrize("head", [b"/version?" + b"a" * 70_000, b"/version HTTP/1.1\r\nX: " + b"a" * 70_000])
+def test_a_large_head_is_refused_though_it_comes_at_a_time(url: str, head: bytes) -> None:
+    end = b" HTTP/1.1" if b"HTTP" not in head else b""
+    answer = talk(url, b"GET " + head + end + b"\r\n\r\n")
+    assert answer == b"" or "headers are larger than 65536 bytes" in error_in(answer, 431)
+    is_well(url)
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"f" * 17 + b"\r\n", b"1\r\n{}\r\n"])
+def test_a_body_that_is_no_http_is_a_400(url: str, body: bytes) -> None:
+    head = f"POST {PATH} HTTP/1.1\r\nHost: tiny\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    assert "no valid HTTP" in error_in(talk(url, head + body), 400)
+    is_well(url)
+
+
 def test_pipelined_requests_are_answered_in_order(url: str) -> None:
     last = b"GET /nope HTTP/1.1\r\nHost: tiny\r\nConnection: close\r\n\r\n"
     answer = talk(url, GET * 200 + last)

@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         if not self._feed(data):
             self._refuse(APIError(400, "the request is no valid HTTP"))
         if self._num_pending_bytes > MAX_HEAD_BYTES:
-            self._refuse(APIError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes"))
+            self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -59,6 +59,10 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # the same head comes again, without the wish
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:  # all of which came at a time
+            self._refuse(self._too_large())
+            return
         self._is_in_head, self._is_in_body = False, True
         self._num_pending_bytes = 0
         self._stop_timer()
@@ -122,6 +126,9 @@ class Connection(HttpToolsProtocol):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
+    def _too_large(self) -> APIError:
+        return APIError(431, f"the headers are larger than {MAX_HEAD_BYTES} bytes")
+
     def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(HEAD_TIMEOUT, self._on_timeout)
@@ -140,7 +147,11 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and not self._is_in_body and (self._is_in_head or self._num_pending_bytes):
+        if self._is_in_body:
+            is_due = not (is_idle or self.cycle.response_started or self.pipeline)
+        else:
+            is_due = is_idle and (self._is_in_head or self._num_pending_bytes > 0)
+        if is_due:
             self.transport.write(_raw(error))
         self.transport.close()
 
