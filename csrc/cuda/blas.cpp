@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "cuda/gpu.h"
+#include "cuda/device_buffer.h"
 
 namespace rvllm {
 namespace {
@@ -46,17 +46,14 @@ void check_blas(int status, const char* what) {
 
 }  // namespace
 
-Blas::Blas(cudaStream_t stream, const std::vector<std::string>& libraries) {
+Blas::Blas(cudaStream_t stream, const std::vector<std::string>& libraries)
+    : workspace_(cuda::device_memory(kWorkspaceBytes, "the workspace of cuBLAS")) {
   const Functions& blas = functions(libraries);
-  check_blas(blas.create(&handle_), "cublasCreate");
-  check_blas(blas.set_stream(handle_, stream), "cublasSetStream");  // also forgets a workspace: the order matters
-  workspace_ = device_malloc(kWorkspaceBytes, "the workspace of cuBLAS");
-  check_blas(blas.set_workspace(handle_, workspace_, kWorkspaceBytes), "cublasSetWorkspace");
-}
-
-Blas::~Blas() {
-  if (handle_) functions({}).destroy(handle_);
-  cudaFree(workspace_);
+  void* handle = nullptr;
+  check_blas(blas.create(&handle), "cublasCreate");
+  handle_ = std::shared_ptr<void>(handle, [&blas](void* h) { blas.destroy(h); });
+  check_blas(blas.set_stream(handle, stream), "cublasSetStream");  // also forgets a workspace: the order matters
+  check_blas(blas.set_workspace(handle, workspace_.get(), kWorkspaceBytes), "cublasSetWorkspace");
 }
 
 // Row-major [T, N] is cuBLAS's column-major [N, T].
@@ -64,8 +61,9 @@ void Blas::matmul(float* out, int64_t out_stride, const void* x, const void* w, 
                   int64_t k) {
   const float one = 1, zero = 0;
   const int data_type = kDataTypes[int(type)];
-  check_blas(functions({}).gemm(handle_, kOpT, kOpN, int(n), int(t), int(k), &one, w, data_type, int(k), x, data_type,
-                                int(k), &zero, out, kDataTypes[0], int(out_stride), kComputeF32, kGemmDefault),
+  check_blas(functions({}).gemm(handle_.get(), kOpT, kOpN, int(n), int(t), int(k), &one, w, data_type, int(k), x,
+                                data_type, int(k), &zero, out, kDataTypes[0], int(out_stride), kComputeF32,
+                                kGemmDefault),
              "cublasGemmEx");
 }
 

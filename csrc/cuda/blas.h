@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,17 +18,13 @@ class Blas {
   // Opens the first of `libraries` that loads, paths or names (rvllm.cuda.cublas_libraries() lists them).
   // Throws runtime_error that says how to install cuBLAS when there is none.
   Blas(cudaStream_t stream, const std::vector<std::string>& libraries);
-  ~Blas();
-  Blas(const Blas&) = delete;
-  Blas& operator=(const Blas&) = delete;
 
   // out[T, N] = x[T, K] w[N, K]^T, x and w of one type, accumulated in F32; rows of out lie out_stride floats apart.
   void matmul(float* out, int64_t out_stride, const void* x, const void* w, BlasType type, int64_t t, int64_t n,
               int64_t k);
 
  private:
-  void* handle_ = nullptr;
-  void* workspace_ = nullptr;
+  std::shared_ptr<void> workspace_, handle_;  // the handle goes first
 };
 
 // The address of a cuBLAS function; opens the library at the first call. The emulator links its own definition.

@@ -14,25 +14,23 @@ namespace {
 
 constexpr int64_t kMaxPartitionBytes = int64_t(128) << 20;  // that attention may take beside the KV cache
 
+// Selects the device before any member is made on it.
+const CudaOptions& on_its_device(const CudaOptions& options) {
+  require_device(options.device);
+  return options;
+}
+
 }  // namespace
 
-CudaBackend::CudaBackend(const CudaOptions& options) : options_(options), pool_(options.num_threads) {
-  require_device(options.device);
+CudaBackend::CudaBackend(const CudaOptions& options)
+    : options_(on_its_device(options)), pool_(options.num_threads), graphs_(stream_, options.graphs),
+      staging_(stream_) {
   check_cuda(cudaDeviceGetAttribute(&num_processors_, cudaDevAttrMultiProcessorCount, options.device),
              "asking for the number of processors");
-  check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
-  graphs_ = std::make_unique<StepGraphs>(stream_, options.graphs);
-  staging_ = std::make_unique<Staging>(stream_);
 }
 
-CudaBackend::~CudaBackend() {
-  graphs_.reset();
-  blas_.reset();
-  if (stream_) {
-    cudaStreamSynchronize(stream_);
-    cudaStreamDestroy(stream_);
-  }
-}
+// Nothing goes while work may use it.
+CudaBackend::~CudaBackend() { cudaStreamSynchronize(stream_); }
 
 // The device that CUDA works with is each thread's own, and a model may be loaded in one and run in another.
 void CudaBackend::use_device() const { check_cuda(cudaSetDevice(options_.device), "selecting the device"); }
@@ -52,17 +50,17 @@ std::shared_ptr<float> CudaBackend::alloc(int64_t count) {
 
 void CudaBackend::upload(float* dst, const float* src, int64_t count) {
   use_device();
-  graphs_->discard();  // of a step that failed: others have run all their work
+  graphs_.discard();  // of a step that failed: others have run all their work
   const size_t bytes = size_t(count) * sizeof(float);
-  void* const pinned = staging_->take(bytes);
+  void* const pinned = staging_.take(bytes);
   std::memcpy(pinned, src, bytes);
   check_cuda(cudaMemcpyAsync(dst, pinned, bytes, cudaMemcpyHostToDevice, stream_), "copying to the device");
 }
 
 void CudaBackend::synchronize() {
-  graphs_->flush();
+  graphs_.flush();
   check_cuda(cudaStreamSynchronize(stream_), "waiting for the device");
-  staging_->synchronized();
+  staging_.synchronized();
 }
 
 float* CudaBackend::download(Tensor x) {
@@ -82,7 +80,7 @@ void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t 
     download_memory_ = std::shared_ptr<void>(p, [](void* q) { cudaFreeHost(q); });
     download_bytes_ = bytes;
   }
-  graphs_->flush();
+  graphs_.flush();
   if (bytes > 0)
     check_cuda(cudaMemcpy2DAsync(download_memory_.get(), width, data, pitch, width, rows, cudaMemcpyDeviceToHost,
                                  stream_),
@@ -94,6 +92,7 @@ void* CudaBackend::to_host(const void* data, size_t pitch, size_t width, size_t 
 std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& parts,
                                                  const std::vector<HostTensor>& biases) {
   use_device();
+  graphs_.forget();  // they know weights by their addresses, where others may have been before
   auto weight = load_cuda_weight(pool_, 1, parts, biases);
   // A missing cuBLAS must show now, not at the first long prompt.
   for (const DeviceMatrix& m : weight->parts)
@@ -104,11 +103,13 @@ std::unique_ptr<Weight> CudaBackend::load_weight(const std::vector<HostTensor>& 
 std::unique_ptr<Weight> CudaBackend::load_experts(int num_experts, const std::vector<HostTensor>& parts,
                                                   const std::vector<HostTensor>& biases) {
   use_device();
+  graphs_.forget();
   return load_cuda_weight(pool_, num_experts, parts, biases);
 }
 
 std::unique_ptr<Weight> CudaBackend::load_vector(const HostTensor& tensor) {
   use_device();
+  graphs_.forget();
   return load_cuda_vector(tensor);
 }
 
@@ -120,6 +121,7 @@ std::unique_ptr<KVCache> CudaBackend::alloc_kv_cache(const KVCacheSpec& spec) {
   check(spec.head_dim <= kMaxHeadDim, "[kv_cache] heads of ", spec.head_dim, " dimensions, CUDA has at most ",
         kMaxHeadDim);
   use_device();
+  graphs_.forget();
   auto cache = std::make_unique<CudaKVCache>();
   cache->layout = KVLayout(spec);
   cache->memory = device_memory(kv_cache_bytes(spec), "the KV cache");
@@ -130,7 +132,7 @@ std::unique_ptr<KVCache> CudaBackend::alloc_kv_cache(const KVCacheSpec& spec) {
 void CudaBackend::reserve(Scratch& scratch, int64_t bytes, const char* what) {
   if (scratch.bytes >= size_t(bytes)) return;
   // What has been noted finds the new memory when it runs; graphs would not.
-  graphs_->forget();
+  graphs_.forget();
   scratch.bytes = 0;
   scratch.memory.reset();
   scratch.memory = device_memory(size_t(bytes), what);
@@ -143,12 +145,12 @@ void CudaBackend::begin_step(const Batch& batch) {
   step_ = StepArrays(batch, kMaxQueryRows);
   const size_t bytes = step_.bytes();
   reserve(batch_memory_, power_of_two(std::max<int64_t>(int64_t(bytes), 4096)), "the arrays of a step");
-  void* const pinned = staging_->take(bytes);
+  void* const pinned = staging_.take(bytes);
   std::memcpy(pinned, step_.data(), bytes);
   check_cuda(cudaMemcpyAsync(batch_memory_.as(), pinned, bytes, cudaMemcpyHostToDevice, stream_), "copying a batch");
   step_.place(batch_memory_.as<const int>());
   open_ = {};
-  graphs_->begin();
+  graphs_.begin();
 }
 
 void CudaBackend::embedding(Tensor out, const Weight& table, float scale) {
@@ -179,13 +181,13 @@ void CudaBackend::rope(Tensor x, int head_dim, Tensor cos_sin, bool interleaved)
       x.rows == open_.rotated->rows && x.stride == open_.rotated->stride && cos_sin.data == open_.cos_sin.data &&
       cos_sin.cols == open_.cos_sin.cols && head_dim == open_.head_dim && interleaved == open_.interleaved) {
     open_.rotated->cols += x.cols;
-    graphs_->extend(key);
+    graphs_.extend(key);
     return;
   }
   const auto rotated = std::make_shared<Tensor>(x);
-  graphs_->add(key, [=] { cuda::rope(*rotated, head_dim, cos_sin, interleaved, stream_); });
+  graphs_.add(key, [=] { cuda::rope(*rotated, head_dim, cos_sin, interleaved, stream_); });
   open_ = {};
-  open_.num_noted = graphs_->num_noted();
+  open_.num_noted = graphs_.num_noted();
   open_.rotated = rotated;
   open_.cos_sin = cos_sin;
   open_.head_dim = head_dim;
@@ -247,7 +249,7 @@ void CudaBackend::add(Tensor x, Tensor y, float scale) {
       open_.out.cols == y.cols && open_.out.stride == y.stride) {
     *open_.residual = {x.data, x.stride, scale};
     open_ = {};
-    graphs_->extend(with(signature(kAdd, x, y), scale).value());
+    graphs_.extend(with(signature(kAdd, x, y), scale).value());
     return;
   }
   enqueue(with(signature(kAdd, x, y), scale), [=] { cuda::add(x, y, scale, stream_); });

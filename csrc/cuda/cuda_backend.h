@@ -37,7 +37,7 @@ class CudaBackend final : public Backend {
 
   std::string name() const override { return "cuda"; }
   std::pair<size_t, size_t> memory_info() const;  // bytes free, and in all
-  int num_replayed() const { return graphs_->num_replayed(); }
+  int num_replayed() const { return graphs_.num_replayed(); }
   ThreadPool& pool() override { return pool_; }
   Ceilings measure_ceilings() override;
 
@@ -55,7 +55,7 @@ class CudaBackend final : public Backend {
   size_t kv_cache_bytes(const KVCacheSpec& spec) const override;
 
   void begin_step(const Batch& batch) override;
-  void end_step() override { graphs_->end(); }
+  void end_step() override { graphs_.end(); }
 
   void embedding(Tensor out, const Weight& table, float scale) override;
   void norm(Tensor out, Tensor x, const Norm& norm) override;
@@ -102,7 +102,7 @@ class CudaBackend final : public Backend {
   void reserve(Scratch& scratch, int64_t bytes, const char* what);
   template <class... Values, class F>
   void enqueue(const Signature& signature, F work) {
-    graphs_->add(signature.value(), work);
+    graphs_.add(signature.value(), work);
   }
   // The last work noted, if it may yet be made to do more: a product that the next operation adds to the residual
   // stream, or a rotation that the next one continues in the neighbouring columns.
@@ -115,7 +115,7 @@ class CudaBackend final : public Backend {
     int head_dim = 0;
     bool interleaved = false;
   };
-  bool is_open() const { return open_.num_noted > 0 && open_.num_noted == graphs_->num_noted(); }
+  bool is_open() const { return open_.num_noted > 0 && open_.num_noted == graphs_.num_noted(); }
   NormRow norm_row(Tensor x, const Norm& norm) const;
   void multiply(Tensor out, const Rows& rows, const Weight& weight);
   void multiply_now(Tensor out, const Rows& rows, const Weight& weight, const Residual& residual);
@@ -127,9 +127,9 @@ class CudaBackend final : public Backend {
   CudaOptions options_;
   ThreadPool pool_;
   int num_processors_ = 1;
-  cudaStream_t stream_ = nullptr;
-  std::unique_ptr<StepGraphs> graphs_;
-  std::unique_ptr<Staging> staging_;
+  Stream stream_;  // made before and gone after all that works on it
+  StepGraphs graphs_;
+  Staging staging_;
   std::unique_ptr<Blas> blas_;
   Open open_;
   Scratch best_, batch_memory_, quantized_, hidden_, partitions_, blas_weight_, blas_input_, expert_memory_;

@@ -69,7 +69,7 @@ void CudaBackend::multiply(Tensor out, const Rows& rows, const Weight& weight) {
           [=] { multiply_now(out, rows, *device_weight, *residual); });
   open_ = {};
   if (rows.experts) return;
-  open_.num_noted = graphs_->num_noted();
+  open_.num_noted = graphs_.num_noted();
   open_.out = out;
   open_.residual = residual;
 }

@@ -18,6 +18,21 @@ inline void copy_to_device(void* to, const void* from, size_t bytes, const char*
   check_cuda(cudaStreamSynchronize(nullptr), what);
 }
 
+// A stream that does not wait for the default one; it ends when its work has.
+class Stream {
+ public:
+  Stream() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"); }
+  ~Stream() {
+    cudaStreamSynchronize(stream_);
+    cudaStreamDestroy(stream_);
+  }
+  Stream(const Stream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 // Pinned memory through which data goes up: a copy that is under way keeps its part until the stream has been waited
 // for.
 class Staging {

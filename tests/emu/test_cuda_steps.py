@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from devices import CPU, DEVICES, VARIANT, Device, use_cuda
+from devices import CPU, DEVICES, VARIANT, Device, emulated_module, use_cuda
 from gguf import GGMLQuantizationType as GGMLType
 from test_ops import Step, argmax_rows, normal
 from tiny_gguf import write_tiny_model
@@ -168,3 +169,20 @@ def test_a_backend_works_with_its_own_device_in_every_thread(
     with ThreadPoolExecutor(1) as pool:
         out = pool.submit(ops.norm, backend, x, ones, 1e-5).result()
     np.testing.assert_array_equal(out, ops.norm(_core.CpuBackend(1, "scalar"), x, ones, 1e-5))
+
+
+def test_a_cublas_that_fails_leaves_no_handle(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not device.emulated:
+        pytest.skip("needs a cuBLAS that fails")
+    backend = device.backend(monkeypatch)
+    handles = ctypes.CDLL(emulated_module().__file__).rv_emu_cublas_handles
+    before = handles()
+    monkeypatch.setenv("RVLLM_EMU_BROKEN_CUBLAS", "1")
+    with pytest.raises(RuntimeError, match="cublasSetStream failed with status 1"):
+        ops.linear(backend, int(GGMLType.F16), 1, bytes(4), normal(1, 2))
+    assert handles() == before
+    monkeypatch.delenv("RVLLM_EMU_BROKEN_CUBLAS")
+    ops.linear(backend, int(GGMLType.F16), 1, bytes(4), normal(1, 2))
+    assert handles() == before + 1
+    del backend
+    assert handles() == before

@@ -20,18 +20,22 @@ constexpr int kOpN = 0, kF32 = 0, kF16 = 2, kBF16 = 14, kComputeF32 = 68, kGemmD
 struct Handle {
   cudaStream_t stream = nullptr;
 };
+int g_handles = 0;
 
 int create(void** handle) {
   *handle = new Handle;
+  ++g_handles;
   return kSuccess;
 }
 
 int destroy(void* handle) {
   delete static_cast<Handle*>(handle);
+  --g_handles;
   return kSuccess;
 }
 
 int set_stream(void* handle, cudaStream_t stream) {
+  if (emu::setting("RVLLM_EMU_BROKEN_CUBLAS", 0)) return kNotInitialized;
   static_cast<Handle*>(handle)->stream = stream;
   return kSuccess;
 }
@@ -121,6 +125,8 @@ const Function kFunctions[] = {
 };
 
 }  // namespace
+
+extern "C" __attribute__((visibility("default"))) int rv_emu_cublas_handles() { return g_handles; }
 
 void* blas_symbol(const std::vector<std::string>&, const char* name) {
   for (const Function& f : kFunctions)
