@@ -196,7 +196,7 @@ class BuildExt(build_ext):
         assert cuda is not None and archs is not None
         directory = Path(self.build_temp, "csrc", "cuda")
         directory.mkdir(parents=True, exist_ok=True)
-        headers = max(p.stat().st_mtime for p in Path("csrc").rglob("*.h"))
+        headers = max(p.stat().st_mtime for pattern in ("*.h", "*.inl") for p in Path("csrc").rglob(pattern))
 
         def compile_one(source: Path) -> str:
             output = directory / f"{source.stem}.cu.o"
@@ -269,7 +269,7 @@ def cuda_extensions() -> list[Extension]:
             include_dirs=["csrc", str(cuda / "include")],
             library_dirs=libraries,
             libraries=["cudart_static", "dl", "rt", "pthread"],
-            depends=[str(p) for pattern in ("*.h", "*.cu") for p in Path("csrc").rglob(pattern)],
+            depends=[str(p) for pattern in ("*.h", "*.inl", "*.cu") for p in Path("csrc").rglob(pattern)],
             cxx_std=17,
             extra_compile_args=CXX_FLAGS,
         )
