@@ -3,11 +3,39 @@
 namespace rvllm::cuda {
 namespace {
 
-// One thread a weight; grid: [rows, columns / 256].
-template <class Weights>
-__global__ void __launch_bounds__(256) dequantize_kernel(__half* out, Weights weights, int cols) {
-  const int k = blockIdx.y * blockDim.x + threadIdx.x;
-  if (k < cols) out[int64_t(blockIdx.x) * cols + k] = From<__half>::f(weights.at(blockIdx.x, k));
+// A warp makes a pair of blocks of a tile, 16 rows x 64 k. grid: [tiles, pairs / 8]. Bound by memory.
+template <class F>
+__global__ void __launch_bounds__(256) dequantize_kernel(__half* out, QuantizedWeights<F> weights, int rows, int cols) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, pair = int(blockIdx.y * 8 + threadIdx.x / 32);
+  if (64 * pair >= cols) return;
+  const uint8_t* const tile = weights.tiles + blockIdx.x * weights.layout.bytes;
+  const uint8_t* const chunk = tile + weights.layout.scales + int64_t(2 * pair / kChunkBlocks) * F::kChunkBytes;
+  CodePair<F> codes;
+  codes.load(tile, weights.layout, pair, lane);
+  RowScales<F> scales[2];
+  scales[0].load(chunk, g, weights.unit);
+  scales[1].load(chunk, g + 8, weights.unit);
+#pragma unroll
+  for (int b = 0; b < 2; ++b) {
+    const int first = 64 * pair + 32 * b;
+    if (first >= cols) break;
+    uint32_t a[4];
+    if (b == 0)
+      codes.template unpack<0>(weights.codebook, a);
+    else
+      codes.template unpack<1>(weights.codebook, a);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int row = blockIdx.x * kTileRows + g + 8 * (r % 2), half = r / 2;
+      if (row >= rows) continue;
+      __half values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        values[i] = From<__half>::f(
+            weight_of<F>(scales[r % 2], (2 * pair + b) % kChunkBlocks, half, int8_t(a[r] >> 8 * i & 255)));
+      memcpy(out + int64_t(row) * cols + first + 16 * half + 4 * t, values, sizeof values);
+    }
+  }
 }
 
 // Floats to the type of the weights that they meet; rows of x lie x_stride apart, those of out are dense.
@@ -28,9 +56,11 @@ dim3 grid_of(int64_t rows, int64_t cols) { return dim3(unsigned(rows), unsigned(
 }  // namespace
 
 void dequantize(void* out, const DeviceMatrix& w, cudaStream_t stream) {
-  with_weights(w, [&](auto weights) {
-    rv::launch(dequantize_kernel<decltype(weights)>, grid_of(w.rows, w.cols), 256, 0, stream, static_cast<__half*>(out),
-               weights, int(w.cols));
+  const dim3 grid(unsigned((w.rows + kTileRows - 1) / kTileRows), unsigned((w.cols + 511) / 512));
+  with_format(w.format, [&](auto format) {
+    using F = decltype(format);
+    rv::launch(dequantize_kernel<F>, grid, 256, 0, stream, static_cast<__half*>(out), QuantizedWeights<F>(w),
+               int(w.rows), int(w.cols));
   });
 }
 

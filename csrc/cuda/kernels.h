@@ -26,22 +26,27 @@ struct DeviceMatrix {
   float unit = 1;       // a factor of d
 };
 
-// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, in the
-// order in which mma_k32 takes them: lane 4 g + t has, of token g, k 4t.. and 16 + 4t..
+// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, which
+// lie side by side: a warp reads several at fixed distances from one address. Codes are in the order in which mma_k32
+// takes them: lane 4 g + t has, of token g of a tile and of token g of the next, k 4t.. and 16 + 4t..
 struct QuantizedRows {
-  uint2* q;           // [T / 8, K / 32, 32]
-  float* scale;       // [T / 8, K / 32, 8]
-  float* scaled_sum;  // [T / 8, K / 32, 8]   scale * sum of q
-  int2* half_sum;     // [T / 8, K / 32, 8]   sums of q over 16
+  static constexpr int kTilesTogether = 8;  // at most, of a warp
+  int tiles = 0;     // of tokens: two, or a multiple of kTilesTogether
+  uint4* q;          // [K / 32, tiles / 2, 32]
+  float4* scale;     // [K / 32, tiles, 4]  of tokens 2t and 2t + 1 the scales, then these times the sums of q
+  int4* half_sum;    // [K / 32, tiles, 4]  of tokens 2t and 2t + 1 the sums of q over 16
 
-  static int64_t bytes(int64_t rows, int64_t k) { return (rows + 7) / 8 * (k / 32) * (256 + 8 * 16); }
+  static int64_t tiles_of(int64_t rows) {
+    const int64_t tiles = (rows + 7) / 8;
+    return tiles <= 2 ? 2 : (tiles + kTilesTogether - 1) / kTilesTogether * kTilesTogether;
+  }
+  static int64_t bytes(int64_t rows, int64_t k) { return tiles_of(rows) * (k / 32) * (256 + 128); }
   static QuantizedRows at(void* memory, int64_t rows, int64_t k) {
-    const int64_t tiles = (rows + 7) / 8 * (k / 32);
     QuantizedRows out;
-    out.q = static_cast<uint2*>(memory);
-    out.half_sum = reinterpret_cast<int2*>(out.q + tiles * 32);
-    out.scale = reinterpret_cast<float*>(out.half_sum + tiles * 8);
-    out.scaled_sum = out.scale + tiles * 8;
+    out.tiles = int(tiles_of(rows));
+    out.q = static_cast<uint4*>(memory);
+    out.scale = reinterpret_cast<float4*>(out.q + k / 32 * (out.tiles / 2) * 32);
+    out.half_sum = reinterpret_cast<int4*>(out.scale + k / 32 * out.tiles * 4);
     return out;
   }
 };
@@ -94,7 +99,7 @@ void matvec(Tensor out, Tensor x, const DeviceMatrix& w, const float* bias, cons
             cudaStream_t stream);
 
 // dequantize.cu: what cuBLAS takes and gives.
-void dequantize(void* out, const DeviceMatrix& w, cudaStream_t stream);  // [N, K] F16
+void dequantize(void* out, const DeviceMatrix& w, cudaStream_t stream);  // quantized weights to [N, K] F16
 void convert(void* out, Tensor x, GgmlType type, cudaStream_t stream);   // [T, K] F32, F16 or BF16
 void add_bias(Tensor out, const float* bias, cudaStream_t stream);
 

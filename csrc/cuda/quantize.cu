@@ -22,14 +22,17 @@ __global__ void __launch_bounds__(256) quantize_kernel(Row row, QuantizedRows ou
     int sum = code;
     for (int span = 8; span > 0; span /= 2) sum += __shfl_xor_sync(kFullWarp, sum, span);
     const int other = __shfl_xor_sync(kFullWarp, sum, 16);
-    const int64_t at = int64_t(token / 8) * blocks + block;
-    uint8_t* const codes = reinterpret_cast<uint8_t*>(out.q + at * 32 + token % 8 * 4 + lane % 16 / 4);
-    codes[lane / 16 * 4 + lane % 4] = uint8_t(code);
+    const int tile = token / 8, g = token % 8;
+    const int64_t at = int64_t(block) * (out.tiles / 2) + tile / 2;
+    uint8_t* const codes = reinterpret_cast<uint8_t*>(out.q + at * 32 + g * 4 + lane % 16 / 4);
+    codes[tile % 2 * 8 + lane / 16 * 4 + lane % 4] = uint8_t(code);
     if (lane == 0) {
+      const int64_t first = (int64_t(block) * out.tiles + tile) * 4;
       const float scale = largest <= 3.40282347e38f ? largest / 127.0f : not_a_number();
-      out.scale[at * 8 + token % 8] = scale;
-      out.scaled_sum[at * 8 + token % 8] = scale * float(sum + other);
-      out.half_sum[at * 8 + token % 8] = make_int2(sum, other);
+      float* const scales = reinterpret_cast<float*>(out.scale + first + g / 2) + g % 2;
+      scales[0] = scale;
+      scales[2] = scale * float(sum + other);
+      reinterpret_cast<int2*>(out.half_sum + first)[g] = make_int2(sum, other);
     }
   }
 }

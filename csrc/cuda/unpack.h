@@ -40,7 +40,7 @@ struct CodePair {
     }
   }
 
-  // The registers of block b of the pair, for mma_k32.
+  // The registers of block b of the pair, for mma_k32: signed bytes, less zero.
   template <int b>
   __device__ __forceinline__ void unpack(const uint4& table, uint32_t (&a)[4]) const {
 #pragma unroll
@@ -57,6 +57,8 @@ struct CodePair {
         a[r] = low[b] >> 2 * r & 0x03030303;
         if constexpr (F::kBits == 3) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 2;
       }
+      // The highest bits keep the bytes apart.
+      if constexpr (F::kZero != 0) a[r] = ((a[r] | 0x80808080) - F::kZero * 0x01010101u) ^ 0x80808080;
     }
   }
 };
@@ -135,6 +137,15 @@ struct RowScales {
   }
 };
 
+// The weight of a code of half `half` of block `block` of a chunk.
+template <class F>
+__device__ __forceinline__ float weight_of(const RowScales<F>& scales, int block, int half, int code) {
+  const float d = scales.d(block), q = float(code);
+  float w = F::kHalved ? d * float(scales.scale(block, half)) * q : d * q;
+  if (F::kHasMin) w += F::kHalved ? scales.m(block) * float(scales.min(block, half)) : scales.m(block);
+  return w;
+}
+
 // Weight k of a row of a tile.
 template <class F>
 __device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const uint4& table, float unit, int row,
@@ -147,15 +158,10 @@ __device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const 
     codes.template unpack<0>(table, a);
   else
     codes.template unpack<1>(table, a);
-  const uint32_t code = (r == 0 ? a[0] : r == 1 ? a[1] : r == 2 ? a[2] : a[3]) >> 8 * (i % 4) & 255;
-  const float q = float(F::kBits == 8 || F::kCodebook ? int(int8_t(code)) : int(code) - F::kZero);
+  const int code = int8_t((r == 0 ? a[0] : r == 1 ? a[1] : r == 2 ? a[2] : a[3]) >> 8 * (i % 4) & 255);
   RowScales<F> scales;
   scales.load(tile + layout.scales + int64_t(block / kChunkBlocks) * F::kChunkBytes, row, unit);
-  const int at = block % kChunkBlocks, half = i / 16;
-  const float d = scales.d(at);
-  float w = F::kHalved ? d * float(scales.scale(at, half)) * q : d * q;
-  if (F::kHasMin) w += F::kHalved ? scales.m(at) * float(scales.min(at, half)) : scales.m(at);
-  return w;
+  return weight_of<F>(scales, block % kChunkBlocks, i / 16, code);
 }
 
 }  // namespace rvllm::cuda

@@ -66,6 +66,18 @@ def test_linear(backend: Any, scalar: _core.CpuBackend, name: str, rows: int) ->
     )
 
 
+# With this many tiles of rows each warp goes through all of K; an odd number of blocks, where the format allows it.
+@pytest.mark.parametrize(("rows", "n"), few((40, 243), (70, 115)))
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_linear_of_many_tokens(backend: Any, scalar: _core.CpuBackend, name: str, rows: int, n: int) -> None:
+    k = 288 if gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == 32 else 512
+    kind, weight = weight_of(name, n, k)
+    x, bias = normal(rows, k, seed=rows), normal(n, seed=n)
+    np.testing.assert_array_equal(
+        ops.linear(backend, kind, n, weight, x, bias), ops.linear(scalar, kind, n, weight, x, bias)
+    )
+
+
 @shares_nothing
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_linear_of_activations_made_to_hurt(backend: Any, scalar: _core.CpuBackend, name: str) -> None:
@@ -107,7 +119,7 @@ def test_linear_of_float_weights_and_many_tokens(backend: Any, scalar: _core.Cpu
 
 
 @shares_nothing
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_linear_by_cublas(
     device: Device, monkeypatch: pytest.MonkeyPatch, scalar: _core.CpuBackend, name: str
 ) -> None:
