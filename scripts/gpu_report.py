@@ -8,6 +8,7 @@ gpu_report.py speed MODEL...     prefill and decode at 1 to 256 requests, and ea
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -146,6 +147,11 @@ def weight_bytes(model: Path) -> tuple[int, int]:
     return sum(size for size, _ in matrices), sum(count for _, count in matrices)
 
 
+def is_quantized(model: Path) -> bool:
+    with GGUFFile(model) as file:
+        return any(t.type_id in BLOCK_FIELDS for t in file.tensors.values())
+
+
 def kernel_seconds(benchmark: Benchmark, workload: Workload) -> dict[str, float]:
     """Device time of a run by kernel, as CUPTI measures it."""
     from torch.profiler import ProfilerActivity, profile
@@ -174,12 +180,27 @@ def cublas_bf16_macs_per_second() -> float:
     return 8192**3 / statistics.median(times[3:])
 
 
+def make_llm(model: Path, **settings: Any) -> LLM:
+    return LLM(
+        model, device="cuda", max_model_len=PROMPT_LEN + 2 * GEN_LEN + 64, max_num_seqs=256,
+        max_num_batched_tokens=2048, enable_prefix_caching=False, **settings,
+    )  # fmt: skip
+
+
+def measure_f16_prefill(model: Path, macs: int, yardstick: float) -> None:
+    benchmark, workload = (
+        Benchmark(make_llm(model, prefill_compute="f16").engine),
+        Workload(16, PROMPT_LEN, 1),
+    )
+    benchmark.measure(workload)  # the warm-up
+    rate = benchmark.measure(workload).row()["S_PP"]
+    print(f"\nWith --prefill-compute f16, {workload.batch_size} requests: prefill {rate:.0f} tok/s,", end=" ")
+    print(f"{rate * macs / yardstick:.0%} of cuBLAS's bf16.", flush=True)
+
+
 def measure_model(model: Path, yardstick: float, deadline: float) -> None:
     num_bytes, macs = weight_bytes(model)
-    llm = LLM(
-        model, device="cuda", max_model_len=PROMPT_LEN + 2 * GEN_LEN + 64, max_num_seqs=256,
-        max_num_batched_tokens=2048, enable_prefix_caching=False,
-    )  # fmt: skip
+    llm = make_llm(model)
     bandwidth, _ = _core.ProfiledBackend(llm.engine.runner.backend).measure_ceilings()
     print(f"Reading memory {bandwidth / 1e12:.2f} TB/s; cuBLAS in bf16 {2 * yardstick / 1e12:.0f} TFLOP/s.\n")
     print("| requests | prefill tok/s | of cuBLAS's bf16 | decode tok/s | weights read, of the bandwidth |")
@@ -204,6 +225,10 @@ def measure_model(model: Path, yardstick: float, deadline: float) -> None:
         print("| kernel | share |\n|---|---|")
         for name, spent in sorted(times.items(), key=lambda item: -item[1])[:12]:
             print(f"| {name} | {spent / total:.1%} |")
+    if is_quantized(model) and time.perf_counter() < deadline:
+        del benchmark, llm  # the memory of its weights and of its cache
+        gc.collect()
+        measure_f16_prefill(model, macs, yardstick)
 
 
 def speed(models: list[Path], seconds: float) -> int:

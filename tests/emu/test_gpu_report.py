@@ -49,3 +49,4 @@ def test_tokens_and_speed(
     gpu_report.measure_model(model, 1e12, float("inf"))
     output = capsys.readouterr().out
     assert "| 2 | " in output and "| norm_kernel | 100.0% |" in output
+    assert "With --prefill-compute f16, 16 requests: prefill " in output
