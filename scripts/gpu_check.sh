@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What only a GPU can tell: builds in place, runs every test of the CUDA backend on the device and in the emulator,
-# compares the two, and measures; writes docs/gpu_results.md. Needs nvcc, Python with NumPy, pybind11, Cython, setuptools,
-# pytest and PyTorch (for its cuBLAS and its profiler), and no network. WHEELS names a folder with wheels of what is missing
-# (gguf). Takes under 10 minutes with the default models; MODELS="shape:quant ..." names others.
+# compares the two, and measures; writes docs/gpu_results.md. Needs nvcc, Python with NumPy, pybind11, Cython, setuptools
+# and PyTorch (for its cuBLAS and its profiler), and no network. WHEELS names a folder with wheels of what else is missing:
+# pytest, iniconfig, pluggy, packaging, pygments, gguf, pyyaml, requests, tqdm, psutil, tokenizers, jinja2, markupsafe,
+# llguidance. Takes under 10 minutes with the default models; MODELS="shape:quant ..." names others.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-docs/gpu_results.md}
@@ -41,11 +42,12 @@ RVLLM_CUDA_ARCHS=$arch "$python" setup.py -q build_ext --inplace >"$work/build.l
 "$python" -c 'import rvllm._cuda' || exit 1
 
 ops=tests/emu/test_cuda_ops.py
-run_tests() { "$python" -m pytest -q -p no:cacheprovider "$@" 2>&1 | tail -n 15 | sed 's/^/    /'; return "${PIPESTATUS[0]}"; }
+# Without tests/conftest.py, which needs more packages.
+run_tests() { "$python" -m pytest -q --noconftest -p no:cacheprovider "$@" 2>&1 | tail -n 15 | sed 's/^/    /'; return "${PIPESTATUS[0]}"; }
 few='gpu and (test_norm or test_rope or test_add or test_attention_sinks or (test_linear and Q4_K))'
 sanitize() {
   for tool in memcheck racecheck synccheck initcheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -p no:cacheprovider "$ops" -k "$few" \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q --noconftest -p no:cacheprovider "$ops" -k "$few" \
       >"$work/$tool.log" 2>&1 || { echo "- $tool: failed"; tail -n 20 "$work/$tool.log" >&2; return 1; }
     echo "- $tool: $(grep -a 'ERROR SUMMARY\|RACECHECK SUMMARY' "$work/$tool.log" | tail -n 1)"
   done
