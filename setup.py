@@ -4,7 +4,6 @@ nvcc is found, the CUDA backend."""
 from __future__ import annotations
 
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -120,7 +119,8 @@ CXX_FLAGS = [
 def target_machines() -> list[str]:
     """The processors to compile for: macOS may name others than this machine's, and several at a time."""
     flags = os.environ.get("ARCHFLAGS") or sysconfig.get_config_var("CFLAGS") or ""
-    return re.findall(r"-arch\s+(\S+)", flags) or [platform.machine()]
+    # Its last part names the processor, also one that is compiled for on another.
+    return re.findall(r"-arch\s+(\S+)", flags) or [sysconfig.get_platform().rpartition("-")[2]]
 
 
 def isa_flags() -> dict[str, list[str]]:
