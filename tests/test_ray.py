@@ -230,7 +230,7 @@ def test_without_ray_one_line_says_what_to_install(
 
 
 @needs_ray
-def test_options_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_out_of_range_are_refused(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     Run(capsys, "ray", "serve", "--min-replicas", "3", "--max-replicas", "2").assert_refused(
         "--min-replicas", "3"
     )
@@ -238,3 +238,7 @@ def test_options_out_of_range_are_refused(capsys: pytest.CaptureFixture[str]) ->
     Run(capsys, "ray", "serve", "--log-file", "x").assert_refused("--log-file: not with Ray")
     Run(capsys, "ray", "batch", "in.jsonl", "out.jsonl", "--workers", "0").assert_refused("--workers", "0")
     assert not Path("out.jsonl").exists()
+    Path("in.jsonl").write_text(line(0))
+    unreachable = ("ray", "batch", "in.jsonl", "out.jsonl", "--address", "127.0.0.1:1", "-m")
+    Run(capsys, *unreachable, str(model)).assert_refused("no Ray cluster at 127.0.0.1:1", "refused")
+    Run(capsys, *unreachable, "missing.gguf").assert_refused("missing.gguf")

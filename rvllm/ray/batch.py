@@ -20,7 +20,6 @@ from rvllm.server.batch_file import BatchRequest, InputFile, OutputFile
 from rvllm.server.served_model import ServerConfig
 
 _ROWS = 16  # requests that a worker takes together, and whose answers come back together
-_TRIES = 3  # more of requests whose worker has died, perhaps of them
 
 
 class Worker:
@@ -104,6 +103,5 @@ def _answers(
             max_tasks_in_flight_per_actor=in_flight,
             max_concurrent_calls_per_actor=in_flight,
         ),
-        ray_remote_args_fn=lambda: {"max_task_retries": _TRIES},
         **placement.resources,
     )

@@ -6,6 +6,7 @@ import argparse
 import copy
 import logging
 import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,8 +44,9 @@ def connected(args: argparse.Namespace) -> Generator[Placement, None, None]:
         resolve_model(args.model)  # here as well: told at once, and before any node looks for it
     quiet = {"log_to_driver": args.ray_logs, "configure_logging": args.ray_logs}
     if not args.ray_logs:
-        for name in ("ray", "ray.data", "ray.serve"):
-            logging.getLogger(name).setLevel(logging.ERROR)
+        logging.disable(logging.ERROR)  # of this process, where Ray alone logs
+    if args.address:
+        _check_reachable(args.address)
     try:
         try:
             ray.init(args.address or "auto", **quiet)
@@ -58,6 +60,17 @@ def connected(args: argparse.Namespace) -> Generator[Placement, None, None]:
         yield _placement(args)
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raises CommandError at once, where Ray would try for a minute and end the process."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and int(port) < 2**16):
+        raise CommandError(f"--address must be HOST:PORT, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise CommandError(f"no Ray cluster at {address}: {one_line(error)}") from None
 
 
 def _placement(args: argparse.Namespace) -> Placement:

@@ -33,6 +33,8 @@ from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.streaming import event
 
 APP = "rvllm"
+_UPSCALE_SECONDS = 5.0  # that a queue must last: an engine starts in about as many
+_LOOK_BACK_SECONDS = 15.0  # Ray wants more than 10
 _NO_LIMIT = 1_000_000  # requests: --max-queue bounds them
 _SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
 
@@ -134,7 +136,9 @@ def build(placement: Placement, config: ServerConfig) -> serve.Application:
             min_replicas=args.min_replicas,
             max_replicas=most,
             target_ongoing_requests=args.target_ongoing_requests or args.max_num_seqs,
+            upscale_delay_s=_UPSCALE_SECONDS,
             downscale_delay_s=args.downscale_delay,
+            look_back_period_s=_LOOK_BACK_SECONDS,
         ),
         max_ongoing_requests=2 * args.max_num_seqs,  # the next prompts are encoded while others run
         max_queued_requests=args.max_queue,
@@ -166,6 +170,8 @@ def run(args: argparse.Namespace, config: ServerConfig) -> int:
             stopped.wait()
         finally:
             serve.delete(APP)
+            if not serve.status().applications:
+                serve.shutdown()  # what is left would keep its port
     return 0
 
 
