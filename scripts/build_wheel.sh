@@ -107,9 +107,9 @@ build_wheel() {
     PYTHONPATH="$work/sysconfig$name" RVLLM_CUDA_ARCHS= \
     "$work/$name/bin/python" -m build --wheel --no-isolation --outdir "$work/raw$name" . >"$work/log" 2>&1) ||
     { cat "$work/log"; exit 1; }
-  unzip -q "$work/raw$name"/*.whl 'rvllm/*.so' -d "$work/unpacked$name"
+  "$python" -m zipfile -e "$work/raw$name"/*.whl "$work/unpacked$name"
   for module in "$work/unpacked$name"/rvllm/*.so; do
-    if nm -D --undefined-only "$module" | grep ' U ' | grep -vE '@| _?Py'; then
+    if "${prefix}nm" -D --undefined-only "$module" | grep ' U ' | grep -vE '@| _?Py'; then
       fail "$(basename "$module") needs these symbols, which glibc $glibc has not"
     fi
   done
