@@ -1,5 +1,5 @@
-// A step's int32 arrays as a GPU takes them: in one piece of memory, each from a multiple of 16 bytes on, at a place that
-// depends on the shape of the batch alone.
+// A step's int32 arrays as a GPU takes them: in one piece of memory, each from a multiple of 16 bytes on, at a place
+// that depends on the shape of the batch alone.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace rvllm {
 
-constexpr int kPartition = 256;  // positions that attention works on at a time; merged in ascending order, as on the CPU
+constexpr int kPartition = 256;  // positions that attention works on at a time, merged in ascending order as on the CPU
 
 inline int64_t power_of_two(int64_t at_least) {
   int64_t n = 1;
@@ -92,7 +92,8 @@ class StepArrays {
   }
   // The most partitions that a token sees through a window; 0: all of its context.
   int64_t partitions(int window) const {
-    return window > 0 ? std::min<int64_t>(max_partitions_, (window + kPartition - 2) / kPartition + 1) : max_partitions_;
+    if (window <= 0) return max_partitions_;
+    return std::min<int64_t>(max_partitions_, (window + kPartition - 2) / kPartition + 1);
   }
 
  private:

@@ -21,5 +21,6 @@ PYBIND11_MODULE(_metal, m) {
         },
         py::arg("num_threads"), py::arg("library"), py::arg("f16_prefill") = false, py::arg("mps") = false,
         "The backend of this machine's GPU. num_threads: of the host. library: the kernels, compiled (.metallib) or as "
-        "source. mps: for many tokens MPSMatrixMultiplication takes the place of the kernel `matmul`. Raises RuntimeError saying what is missing.");
+        "source. mps: for many tokens MPSMatrixMultiplication takes the place of the kernel `matmul`. Raises "
+        "RuntimeError saying what is missing.");
 }

@@ -1,7 +1,7 @@
-// out = x W^T + bias for many tokens, by 8 x 8 matrices of a simdgroup. All is float32: weights as they are dequantized,
-// activations as they are. Eight k at a time are added in ascending order, among themselves in an order of the GPU's own;
-// so the numbers are not the CPU's to the bit. A token's do not depend on the others if the GPU treats all rows of a
-// matrix alike.
+// out = x W^T + bias for many tokens, by 8 x 8 matrices of a simdgroup. All is float32: weights as they are
+// dequantized, activations as they are. Eight k at a time are added in ascending order, among themselves in an order of
+// the GPU's own; so the numbers are not the CPU's to the bit. A token's do not depend on the others if the GPU treats
+// all rows of a matrix alike.
 #include "metal/unpack.h"
 
 constant int kBlockRows = 64;    // of W, that a threadgroup of four simdgroups multiplies

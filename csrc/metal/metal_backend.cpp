@@ -265,8 +265,8 @@ void MetalBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, i
   const int rows = units.tokens * args.heads_a_unit, most_rows = rows <= 1 ? 1 : rows <= 4 ? 4 : 8;
   device_.encode(std::string("attention_") + kKVTypeNames[int(kv.layout.type)] + "_" + std::to_string(most_rows),
                  {units.count, heads, std::max(1, args.num_parts)}, kPartition, args,
-                 {out.data, q.data, kv.layer(layer), units.data, step_.positions, tables.block_tables, values(params.sinks),
-                  args.num_parts > 0 ? partitions_.as() : nullptr},
+                 {out.data, q.data, kv.layer(layer), units.data, step_.positions, tables.block_tables,
+                  values(params.sinks), args.num_parts > 0 ? partitions_.as() : nullptr},
                  size_t(most_rows) * (size_t(kv.layout.padded_dim) + kPartition) * sizeof(float));
   if (args.num_parts > 0)
     device_.encode("attention_merge", {q.rows, params.num_heads}, int(divided_up(params.head_dim, 32)) * 32, args,
