@@ -45,16 +45,22 @@ class GrammarTrial:
         self._process: subprocess.Popen[bytes] | None = None
 
     def source(self, output: StructuredOutput) -> str:
-        """As source(). Raises ValueError naming what is wrong in the grammar, TooSlowError if it takes too long."""
+        """As source(). Raises ValueError naming what is wrong in the grammar, TooSlowError if it takes too long.
+
+        RuntimeError: the process cannot do its work, whatever the grammar.
+        """
         with self._lock:
             process = self._process = self._process or _start()
             answer = self._ask(process, {**asdict(output), "after": None})
             if answer is None:
                 self._process = None
-                if _end(process) == -signal.SIGPROF:
+                status = _end(process)
+                if status == -signal.SIGPROF:
                     raise TooSlowError(
                         f"{output.kind}: takes more than {self._cpu_seconds:g} seconds to compile"
                     )
+                if status > 0:
+                    raise RuntimeError(f"the process that compiles grammars has ended with status {status}")
                 raise ValueError(f"{output.kind}: takes too much memory to compile")
         if "error" in answer:
             raise ValueError(answer["error"])
@@ -99,6 +105,8 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 def serve() -> None:
     """The process of a GrammarTrial: answers a line for each line, until there are no more."""
+    import llguidance  # noqa: F401  # if it is missing, that is no fault of a grammar
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
     os.nice(_TRIAL_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +58,16 @@ def test_it_ends_what_takes_too_much_memory() -> None:
         assert trial.source(BENIGN) == source(BENIGN)
     finally:
         trial.close()
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
+    trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match=r"compiles grammars has ended with status 1$"):
+            trial.source(BENIGN)
+    assert trial.source(BENIGN) == source(BENIGN)
 
 
 def test_hostile_grammars_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
