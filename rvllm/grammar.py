@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
     from rvllm.tokenizer import Tokenizer
 
-TOO_COMPLEX = (
-    "structured output: too complex to go on: "  # how an error begins that the grammar is to blame for
-)
+# How an error begins that the grammar is to blame for.
+TOO_COMPLEX = "structured output: too complex to go on: "
 
 _CACHE_SIZE = 16  # compiled grammars that are kept
 _NUM_THREADS = 2  # that compute masks

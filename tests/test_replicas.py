@@ -227,9 +227,8 @@ def test_no_replica_outlives_its_router(model: Path, number: signal.Signals) -> 
         replicas = Replicas(process)
         children = psutil.Process(process.process.pid).children(recursive=True)
         with suppress(httpx.HTTPError), replicas.stream(**LONG):
-            if (
-                number == signal.SIGINT
-            ):  # a terminal sends Ctrl-C to all: the router alone obeys, and to the second at once
+            if number == signal.SIGINT:
+                # A terminal sends Ctrl-C to all: the router alone obeys, and to the second at once.
                 for child in children:
                     child.send_signal(number)
                 assert [replicas.post(prompt="x", max_tokens=9).status_code for _ in range(4)] == [200] * 4

@@ -96,18 +96,14 @@ class ReplicaSet:
         logger.info(
             "draining: %d requests in flight", sum(r.lane.num_in_flight for r in self._fleet.replicas)
         )
-        self._stop()
-
-    def _stop(self) -> None:
-        """Lets the replicas end, and then the router."""
-        if not self._fleet.is_draining:
-            self._fleet.is_draining = True
-            self._stopping.set()
-            for process in self._processes.values():
-                process.terminate()
-            self._tasks.append(asyncio.ensure_future(self._end()))
+        self._fleet.is_draining = True
+        self._stopping.set()
+        for process in self._processes.values():
+            process.terminate()
+        self._tasks.append(asyncio.ensure_future(self._end()))
 
     async def _end(self) -> None:
+        """When the replicas have ended, or have had their time, lets the router end."""
         await asyncio.wait(
             self._tasks[: len(self._fleet.replicas)], timeout=self._args.drain_timeout + KILL_MARGIN
         )
