@@ -85,9 +85,8 @@ def _answers(
         for request in source.requests(without=set(output.answered))
     ]
     num_blocks = -(-len(requests) // _ROWS)
-    in_flight = (
-        2 + 2 * args.max_num_seqs // _ROWS
-    )  # twice as many as run: the next prompts are encoded meanwhile
+    # Twice as many as run: the next prompts are encoded meanwhile.
+    in_flight = 2 + 2 * args.max_num_seqs // _ROWS
     num_workers = min(args.workers or placement.room, num_blocks)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

@@ -17,16 +17,15 @@ import ray
 from rvllm.cli.errors import CommandError, one_line, user_errors
 from rvllm.models import DEFAULT_MODEL, resolve_model
 
-OBJECT_STORE_MEMORY = (
-    256 * 2**20
-)  # bytes, of a cluster started here: requests and answers are small, and it spills
+# Bytes, of a cluster started here: requests and answers are small, and it spills.
+OBJECT_STORE_MEMORY = 256 * 2**20
 
 
 @dataclass(frozen=True)
 class Placement:
     """args: those of the command, as every node understands them. resources: what Ray reserves for an engine.
 
-    room: engines that the cluster has room for now.
+    room: engines that fit into the nodes that live, if nothing else runs there.
     """
 
     args: argparse.Namespace
@@ -78,23 +77,24 @@ def _placement(args: argparse.Namespace) -> Placement:
     nodes = [node for node in nodes if node.get("CPU", 0) >= 1]
     args = copy.copy(args)
     args.threads = args.threads or int(min((node["CPU"] for node in nodes), default=1))
-    resources = {"num_cpus": float(args.threads)}
+    needed = {"CPU": float(args.threads)}
     if args.device.startswith("cuda"):
-        resources["num_gpus"] = 1.0
-    room = sum(_room(node, resources) for node in nodes)
+        needed["GPU"] = 1.0
+    room = sum(_room(node, needed) for node in nodes)
     if room == 0:
-        needed = " and ".join(f"{count:g} {kind[4:-1].upper()}" for kind, count in resources.items())
-        raise CommandError(f"no node of the Ray cluster has {needed} for an engine (--threads)")
+        kinds = " and ".join(f"{count:g} {kind}" for kind, count in needed.items())
+        raise CommandError(f"no node of the Ray cluster has {kinds} for an engine (--threads)")
     args.model = args.model or DEFAULT_MODEL
     for name in ("model", "tokenizer", "chat_template"):
         path = getattr(args, name)
         if path is not None and os.path.exists(path):
             setattr(args, name, os.path.abspath(path))  # workers start in another folder
+    resources = {f"num_{kind.lower()}s": count for kind, count in needed.items()}
     return Placement(args, resources, room)
 
 
-def _room(node: dict[str, float], resources: dict[str, float]) -> int:
-    return int(min(node.get(kind[4:-1].upper(), 0) // count for kind, count in resources.items()))
+def _room(node: dict[str, float], needed: dict[str, float]) -> int:
+    return int(min(node.get(kind, 0) // count for kind, count in needed.items()))
 
 
 def root_cause(error: BaseException) -> str:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pydantic_core import from_json, to_json
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-_CHUNK = 128  # bytes of a prompt that are compared as one
-_MAX_CHUNKS = 1 << 18  # that are remembered: about 32 MB of prompts
-_PROMPTS = ("prompt", "messages", "input")  # fields of a body, one of which is the prompt
+from rvllm.server.routing import prompt_pieces
+
+_MAX_PIECES = 2**18  # that are remembered: 16 MiB of prompts
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,7 @@ class Call:
 
     @cached_property
     def prefixes(self) -> list[int]:
-        """A hash of each beginning of the prompt: one chunk, two chunks, and so on."""
-        try:
-            body = from_json(self.body)
-            text = to_json(next(body[name] for name in _PROMPTS if name in body))
-        except (ValueError, TypeError, StopIteration):
-            return []  # the replica says what is wrong with it
-        found, latest = [], 0
-        for start in range(0, len(text) - _CHUNK + 1, _CHUNK):
-            latest = hash((latest, text[start : start + _CHUNK]))
-            found.append(latest)
-        return found
+        return prompt_pieces(self.body)
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -72,5 +61,5 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         for prefix in pending_request.args[0].prefixes:
             self._owners[prefix] = replica_id
             self._owners.move_to_end(prefix)
-        while len(self._owners) > _MAX_CHUNKS:
+        while len(self._owners) > _MAX_PIECES:
             self._owners.popitem(last=False)
