@@ -252,8 +252,8 @@ def test_a_model_that_cannot_be_loaded_is_one_line(capfd: pytest.CaptureFixture[
         assert error.startswith("rvllm: error: ") and name in error
 
 
-def supervise(monkeypatch: pytest.MonkeyPatch, ends: list[str], has_started: bool) -> ReplicaSet:
-    """A replica that ends in each of these ways, one after the other, and then stays."""
+def supervise(monkeypatch: pytest.MonkeyPatch, ends: list[Any], has_started: bool) -> ReplicaSet:
+    """A replica that ends in each of these ways, one after the other, and then stays. An exception: a fault of ours."""
     args = make_parser().parse_args(["serve", "--replicas", "1"])
     with socket.socket() as listener:
         replicas = ReplicaSet(args, ServerConfig(), listener)
@@ -262,11 +262,15 @@ def supervise(monkeypatch: pytest.MonkeyPatch, ends: list[str], has_started: boo
 
     async def live(replica: Replica) -> str:
         fleet.is_draining |= not ends
-        return ends.pop(0) if ends else ""
+        end = ends.pop(0) if ends else ""
+        if isinstance(end, Exception):
+            raise end
+        return str(end)
 
     async def run() -> None:
         async with replicas._lifespan(FastAPI()):
-            await asyncio.gather(*replicas._tasks)
+            await asyncio.gather(*replicas._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # for what is called when they are done
 
     monkeypatch.setattr(replicas, "_live", live)
     asyncio.run(run())
@@ -288,6 +292,12 @@ def test_a_replica_that_dies_at_the_start_is_not_restarted(monkeypatch: pytest.M
     ends = ["no memory", "again"]
     assert str(supervise(monkeypatch, ends, has_started=False)._error) == "no memory"
     assert ends == ["again"]
+
+
+def test_a_replica_that_nobody_watches_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    replicas = supervise(monkeypatch, [RuntimeError("no watch")], has_started=True)
+    assert replicas._fleet.is_draining
+    assert str(replicas._error) == "a replica cannot be supervised: no watch"
 
 
 def test_a_replica_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,18 @@ class ReplicaSet:
             loop.add_signal_handler(number, self._on_signal, number)
         self._stopping = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._supervise(replica)) for replica in self._fleet.replicas]
+        for task in self._tasks:
+            task.add_done_callback(self._on_supervised)
         yield
+
+    def _on_supervised(self, task: asyncio.Task[None]) -> None:
+        """A replica that nobody would restart any more ends the server, rather than be missed unseen."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("a replica cannot be supervised: %s", error, exc_info=error)
+        self._error = self._error or CommandError(f"a replica cannot be supervised: {error}")
+        if not self._fleet.is_draining:
+            self._on_signal(signal.SIGTERM)
 
     def _on_signal(self, number: int) -> None:
         if self._fleet.is_draining:
