@@ -205,7 +205,7 @@ def test_keys_origins_and_sizes_are_judged_before_any_replica(replicas: Replicas
 
 
 def test_sigterm_lets_requests_finish_and_leaves_no_process(model: Path) -> None:
-    with start(model, "--drain-timeout", "60") as process:
+    with start(model, "--drain-timeout", "600") as process:
         replicas = Replicas(process)
         children = psutil.Process(process.process.pid).children(recursive=True)
         pids = replicas.pids()
