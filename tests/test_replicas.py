@@ -90,8 +90,10 @@ def start(model: Path, *arguments: str, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def shared(model: Path) -> Iterator[Replicas]:
-    with start(model, "-np", "2", "--max-queue", "0", "--api-key", "k") as process:
-        yield Replicas(process)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(model.parent)  # as the fixture for each test does, which comes later
+        with start(model, "-np", "2", "--max-queue", "0", "--api-key", "k") as process:
+            yield Replicas(process)
 
 
 @pytest.fixture
