@@ -12,7 +12,7 @@ python=${PYTHON:-python3}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 failures=()
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RVLLM_EMU_BUILD=$work/emu PYTHONUNBUFFERED=1
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RVLLM_EMU_BUILD=$work/emu PYTHONUNBUFFERED=1 RVLLM_REQUIRE_GPU=1
 
 # part TITLE LIMIT COMMAND...: a section of the results; what fails is named at its end.
 part() {
@@ -67,7 +67,11 @@ fi
 files=()
 for model in $models; do
   file=$work/${model/:/-}.gguf
-  timeout 120 "$python" scripts/make_model.py "${model%:*}" "$file" --quant "${model#*:}" && files+=("$file")
+  if timeout 120 "$python" scripts/make_model.py "${model%:*}" "$file" --quant "${model#*:}"; then
+    files+=("$file")
+  else
+    failures+=("making $model")
+  fi
 done
 part "Greedy tokens of random models, GPU against CPU" 150 "$python" scripts/gpu_report.py tokens "${files[@]}"
 left=$((585 - SECONDS))

@@ -152,6 +152,12 @@ def is_quantized(model: Path) -> bool:
         return any(t.type_id in BLOCK_FIELDS for t in file.tensors.values())
 
 
+def kernel_name(key: str) -> str:
+    """Of a C++ function, without its result, namespaces, template arguments and parameters."""
+    key = key.replace("(anonymous namespace)::", "")
+    return key.split("<")[0].split("(")[0].split("::")[-1].removeprefix("void ").strip()
+
+
 def kernel_seconds(benchmark: Benchmark, workload: Workload) -> dict[str, float]:
     """Device time of a run by kernel, as CUPTI measures it."""
     from torch.profiler import ProfilerActivity, profile
@@ -160,8 +166,7 @@ def kernel_seconds(benchmark: Benchmark, workload: Workload) -> dict[str, float]
         benchmark.measure(workload)
     times: dict[str, float] = defaultdict(float)
     for event in profiler.key_averages():
-        name = event.key.split("<")[0].split("(")[0].split("::")[-1].removeprefix("void ")
-        times[name] += event.self_device_time_total * 1e-6
+        times[kernel_name(event.key)] += event.self_device_time_total * 1e-6
     return dict(times)
 
 
@@ -241,7 +246,7 @@ def speed(models: list[Path], seconds: float) -> int:
     return 0
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -250,7 +255,7 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=150, help="after which speed starts no other batch size"
     )
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args(argv)  # models also after --seconds
     if args.part == "compare":
         return compare()
     return tokens(args.models) if args.part == "tokens" else speed(args.models, args.seconds)

@@ -1,6 +1,7 @@
 """The devices that operations are tested on: the CPU, the CUDA backend over the emulator, and a GPU where there is one.
 
 RVLLM_EMU_VARIANT names a sanitized build of the emulated backend; such a test process is started by run_sanitized.py.
+With RVLLM_REQUIRE_GPU a GPU that cannot be used fails its tests, which are skipped otherwise.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Device:
         try:
             return import_cuda().make_backend(1, cublas_libraries(), **options)
         except (ImportError, ValueError, RuntimeError) as error:
+            if os.environ.get("RVLLM_REQUIRE_GPU"):
+                raise
             pytest.skip(str(error))
 
 

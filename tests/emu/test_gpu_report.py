@@ -35,6 +35,27 @@ def test_every_operation_is_compared(
     assert all(row.split("|")[3:5] == [" 0 ", " 0 "] for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (
+            "rvllm::cuda::(anonymous namespace)::norm_kernel(float*, long, rvllm::cuda::NormRow)",
+            "norm_kernel",
+        ),
+        ("void rvllm::cuda::(anonymous namespace)::pack_kernel<(int)4, ns::T>(float*)", "pack_kernel"),
+        ("void plain<float>(float*)", "plain"),
+        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD"),
+    ],
+)
+def test_kernels_are_told_apart(key: str, name: str) -> None:
+    assert gpu_report.kernel_name(key) == name
+
+
+def test_models_follow_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "speed", lambda models, seconds: len(models) * seconds)
+    assert gpu_report.main(["speed", "--seconds", "50", "a.gguf", "b.gguf"]) == 100
+
+
 def test_tokens_and_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
