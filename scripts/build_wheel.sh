@@ -22,8 +22,11 @@ output=dist
 pythons=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --machine) machine=${2:?--machine needs a value}; shift 2 ;;
-    --output) output=${2:?--output needs a value}; shift 2 ;;
+    -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' scripts/build_wheel.sh; exit ;;
+    --machine | --output)
+      [ $# -gt 1 ] || fail "$1 needs a value" 2
+      printf -v "${1#--}" %s "$2"
+      shift 2 ;;
     -*) fail "unknown option '$1'" 2 ;;
     *) pythons+=("$1"); shift ;;
   esac
@@ -34,6 +37,10 @@ case $machine in
 esac
 [ ${#pythons[@]} -gt 0 ] || mapfile -t pythons < <(scripts/find_pythons.sh)
 [ ${#pythons[@]} -gt 0 ] || fail "no Python 3.10 to 3.13 found"
+for python in "${pythons[@]}"; do
+  "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 ||
+    fail "'$python' is no Python 3.10 to 3.13" 2
+done
 prefix=
 [ "$machine" = "$(uname -m)" ] || prefix=$machine-linux-gnu-
 type "${prefix}g++" >/dev/null 2>&1 || fail "no ${prefix}g++ found"

@@ -90,3 +90,17 @@ def test_metal_is_built_on_macos_alone(setup: dict[str, Any], monkeypatch: pytes
     monkeypatch.setattr(sys, "platform", "darwin")
     ((name, options),) = setup["metal_extensions"]()
     assert name == "rvllm._metal" and options["optional"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nope"], "unknown option '--nope'"),
+        (["--output"], "--output needs a value"),
+        (["--machine", "sparc"], "--machine sparc: expected x86_64 or aarch64"),
+        (["/no/python"], "'/no/python' is no Python 3.10 to 3.13"),
+    ],
+)
+def test_build_wheel_refuses_in_one_line(arguments: list[str], message: str) -> None:
+    result = subprocess.run([ROOT / "scripts/build_wheel.sh", *arguments], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (2, f"build_wheel.sh: {message}\n")
