@@ -114,7 +114,17 @@ def test_responses_take_items_tools_and_logprobs(client: openai.OpenAI) -> None:
         ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
-        ({"input": [{"role": "user"}]}, "messages.0.content"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "x"}]},
+            "input.0.arguments",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": 1, "name": "f", "arguments": ""}]},
+            "input.0.call_id",
+        ),
         ({"input": [{"role": "king", "content": "x"}]}, "input.0.role"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),

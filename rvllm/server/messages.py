@@ -51,10 +51,11 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     if not messages:
         raise bad_request("messages must hold at least one message", "messages")
-    return [_template_message(f"messages.{i}", message) for i, message in enumerate(messages)]
+    return [template_message(f"messages.{i}", message) for i, message in enumerate(messages)]
 
 
-def _template_message(where: str, message: Message) -> dict[str, Any]:
+def template_message(where: str, message: Message) -> dict[str, Any]:
+    """Raises APIError naming the field, by its path from where on."""
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": _content_text(where, message)}
     if message.tool_calls:

@@ -9,7 +9,12 @@ from pydantic import ValidationError
 
 from rvllm.server.chat_prompt import NamedFunction, NamedTool, Tool, ToolChoice
 from rvllm.server.errors import APIError, bad_request, from_validation_error, unsupported
-from rvllm.server.messages import Message
+from rvllm.server.messages import Message, template_message
+
+_ITEM_NAMES = {  # of a message's fields
+    "function_call": {"tool_calls.0.function.": "", "tool_calls.0.id": "call_id"},
+    "function_call_output": {"content": "output"},
+}
 
 
 def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -27,7 +32,7 @@ def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, 
         if reasoning is not None and fields["role"] == "assistant":
             fields["reasoning_content"] = reasoning
         reasoning = None
-        message = _message(f"input.{i}", fields)
+        message = _message(f"input.{i}", kind, fields)
         if message.tool_calls and messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
             messages[-1].tool_calls.extend(message.tool_calls)  # calls of one turn
         else:
@@ -35,13 +40,20 @@ def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, 
     return messages
 
 
-def _message(where: str, fields: Mapping[str, Any]) -> Message:
+def _message(where: str, kind: object, fields: Mapping[str, Any]) -> Message:
+    """Raises APIError that calls the fields what the item calls them."""
     try:
-        return Message.model_validate(fields)
+        message = Message.model_validate(fields)
+        template_message(where, message)
+        return message
     except ValidationError as error:
         problem = from_validation_error(error, fields)
-        param = f"{where}.{problem.param}" if problem.param else where
-        raise APIError(400, f"{where}: {problem.message}", param) from None
+        text, param = f"{where}: {problem.message}", f"{where}.{problem.param}" if problem.param else where
+    except APIError as error:
+        problem, text, param = error, error.message, error.param or where
+    for name, item_name in _ITEM_NAMES.get(str(kind), {}).items():
+        text, param = text.replace(name, item_name, 1), param.replace(name, item_name, 1)
+    raise APIError(400, text, param, problem.code)
 
 
 def _message_fields(where: str, kind: object, item: Mapping[str, Any]) -> dict[str, Any]:
