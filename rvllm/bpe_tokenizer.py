@@ -92,8 +92,9 @@ def _library(
     hidden = (TokenType.CONTROL, TokenType.UNKNOWN)  # never to be made by a merge
     tokens = zip(read_strings(metadata, TOKENS_KEY), vocabulary.types.tolist(), strict=True)
     ids = {token: id for id, (token, kind) in enumerate(tokens) if kind not in hidden}
+    merges = _read_merges(metadata)
     try:
-        model = models.BPE(vocab=ids, merges=_read_merges(metadata), ignore_merges=rule.ignore_merges)
+        model = models.BPE(vocab=ids, merges=merges, ignore_merges=rule.ignore_merges)
     except Exception as error:  # the library raises plain Exception
         raise TokenizerError(f"{MERGES_KEY}: {error}") from None
     library = tokenizers.Tokenizer(model)

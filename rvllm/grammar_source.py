@@ -143,7 +143,12 @@ def source(output: StructuredOutput) -> str:
 
     if output.json_object or output.json_schema is not None:
         schema = '{"type": "object"}' if output.json_object else str(output.json_schema)
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": JSON_WHITESPACE})
+        try:
+            return LLMatcher.grammar_from_json_schema(
+                schema, overrides={"whitespace_pattern": JSON_WHITESPACE}
+            )
+        except ValueError as error:
+            raise ValueError(f"{output.kind}: {one_line(str(error))}") from None
     if output.regex is not None:  # where \d is 0-9 and \w ASCII, as in a JSON schema
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(output.regex, 'dw')}/")
     if output.choice is not None:

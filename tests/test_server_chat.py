@@ -191,6 +191,7 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
         ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'}, "grammar"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"json": False, "disable_any_whitespace": False}}, "structured_outputs"),
         ({"logprobs": 3}, "logprobs"),
     ],
 )

@@ -86,6 +86,7 @@ def references(count: int, **schema: Any) -> dict[str, Any]:
          "json_schema: no text can match"),
         ({"json_schema": {"$ref": "#/$defs/x"}}, "json_schema: .*/\\$defs/x"),
         ({"json_schema": {"$ref": "http://localhost/x"}}, "json_schema: "),
+        ({"json_schema": {"type": "integer", "minimum": 10**400}}, "^json_schema: number out of range"),
         ({"json_schema": {"type": "zork"}}, "json_schema: Invalid type: zork"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
         ({"json_schema": obj({"a": {"type": "string", "pattern": "("}})}, "json_schema: regex parse error"),

@@ -27,7 +27,7 @@ from rvllm.tokenizer import Tokenizer, TokenizerError
         ({"token_type": "abc"}, "tokenizer.ggml.token_type: must be an array of numbers"),
         ({"token_type": [1.5] * 261}, "tokenizer.ggml.token_type: must be an array of numbers"),
         ({"merges": None}, "tokenizer.ggml.merges: must be an array of strings"),
-        ({"merges": ["ab"]}, "tokenizer.ggml.merges: entry 0, 'ab', is not two pieces"),
+        ({"merges": ["ab"]}, "^tokenizer.ggml.merges: entry 0, 'ab', is not two pieces"),
         ({"merges": ["a b"]}, "tokenizer.ggml.merges: .*ab.* out of vocabulary"),
         (
             {"eos_token_id": 0xFFFFFFFF},

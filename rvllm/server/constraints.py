@@ -71,7 +71,7 @@ def _format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: item for name, item in value.items() if item is not None and item is not False}
+    given = {name: item for name, item in value.items() if item is not None and not _is_off(name, item)}
     for name in given:
         if name not in _KINDS:
             raise unsupported(f"structured_outputs.{name}", f"use one of {', '.join(_KINDS)}")
@@ -88,3 +88,8 @@ def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Any]:
             item = tuple(item)
         return {"json_schema" if name == "json" else name: item}
     return {}
+
+
+def _is_off(name: str, item: object) -> bool:
+    """Of vLLM's switches; a schema of false asks for something, namely the impossible."""
+    return item is False and (name == "json_object" or name not in _KINDS)
