@@ -296,7 +296,11 @@ class Step:
         return [out[starts[i] : starts[i + 1]][keep[i]] for i in range(len(self.contexts))]
 
     def attend_last(
-        self, backend: _core.CpuBackend, window: int, tables: NDArray[np.int32] | None = None
+        self,
+        backend: _core.CpuBackend,
+        window: int,
+        tables: NDArray[np.int32] | None = None,
+        sinks: Array | None = None,
     ) -> list[Array]:
         """The same of one query each, as requests that decode have it. tables: what they read, if not all."""
         positions = [np.arange(context) for context in self.contexts]
@@ -306,7 +310,7 @@ class Step:
             backend, np.vstack(self.q), np.vstack(self.k), np.vstack(self.v), np.array(self.contexts) - 1,
             np.concatenate(slots), np.arange(len(positions) + 1), np.array(self.contexts),
             self.tables if tables is None else tables, self.num_blocks, self.block_size, self.heads,
-            self.kv_heads, window, self.dim**-0.5, 0.0, self.kv_type,
+            self.kv_heads, window, self.dim**-0.5, 0.0, self.kv_type, sinks,
         )  # fmt: skip
         return list(out)
 
