@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from copy import copy
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rvllm.free_text import FreeText, overrun_words
 from rvllm.grammar_source import (
     MAX_LEXER_STATES,
     STACK_BYTES,
@@ -112,6 +114,7 @@ class GrammarCompiler:
         self._compilations: OrderedDict[StructuredOutput, _Compilation] = OrderedDict()
         self._making_tokenizer = threading.Lock()
         self._ll_tokenizer: LLTokenizer | None = None
+        self._overrun_words = lru_cache(_CACHE_SIZE)(partial(overrun_words, tokenizer))
 
     def isolate(self) -> None:
         """From now on grammars are on trial first, in a process of their own: a hostile one delays few others."""
@@ -125,7 +128,15 @@ class GrammarCompiler:
     def compile(self, output: StructuredOutput) -> GrammarState:
         """The state of an answer that has not begun. Raises ValueError naming what is wrong in the grammar."""
         with self.compiling(output) as future:
-            return GrammarState(future.result(), self._tokenizer, self._pools().masks, output.after_texts)
+            return GrammarState(
+                future.result(), self._tokenizer, self._pools().masks, self._free_text(output)
+            )
+
+    def _free_text(self, output: StructuredOutput) -> FreeText | None:
+        if not output.after_texts:
+            return None
+        overruns = [self._overrun_words(text) for text in output.after_texts]
+        return FreeText(output, sorted(self._tokenizer.eog_token_ids), overruns)
 
     @contextmanager
     def compiling(self, output: StructuredOutput) -> Iterator[Future[Grammar]]:
@@ -133,7 +144,7 @@ class GrammarCompiler:
 
         What nobody waits for any more is not begun.
         """
-        key = replace(output, after=None)
+        key = output.constraint
         executors = self._pools()
         with self._lock:
             compilation = self._compilations.get(key)
@@ -158,7 +169,7 @@ class GrammarCompiler:
     def is_known(self, output: StructuredOutput) -> bool:
         """Whether a grammar has been compiled, or is about to be."""
         with self._lock:
-            return replace(output, after=None) in self._compilations
+            return output.constraint in self._compilations
 
     def _forget_unused(self) -> None:
         """Under the lock: drops what has not begun, what has failed, and the least recently used of too many."""
@@ -219,25 +230,27 @@ class GrammarState:
     """
 
     def __init__(
-        self, grammar: Grammar, tokenizer: Tokenizer, executor: ThreadPoolExecutor, after: Sequence[str] = ()
+        self,
+        grammar: Grammar,
+        tokenizer: Tokenizer,
+        executor: ThreadPoolExecutor,
+        free_text: FreeText | None = None,
     ) -> None:
+        """free_text: where the constraint does not begin at once."""
         self._grammar = grammar
         self._matcher = grammar.new_matcher()
         self._token_ids: list[int] = []  # that the matcher has taken
         self._num_tokens_at_renewal: int | None = None
         self._tokenizer = tokenizer
         self._executor = executor
-        self._after = tuple(text.encode() for text in after)  # none: the constraint has begun
-        self._tail = b""
+        self._free_text = free_text  # None: the constraint has begun
         self._words = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         self._future: Future[None] | None = None
         self.error: str | None = None
 
     def copy(self) -> GrammarState:
         """A state of its own, for another choice of the same prompt, before the answer begins."""
-        other = GrammarState(self._grammar, self._tokenizer, self._executor)
-        other._after = self._after
-        return other
+        return GrammarState(self._grammar, self._tokenizer, self._executor, copy(self._free_text))
 
     def prepare(self) -> None:
         """Begins to compute what allowed() returns, unless that has been done."""
@@ -261,12 +274,9 @@ class GrammarState:
     def advance(self, token_id: int) -> None:
         """Takes the token that was sampled."""
         self._future = None
-        if self._after:
-            self._tail += self._tokenizer.token_bytes(token_id, special=True)
-            if any(text in self._tail for text in self._after):
-                self._after, self._tail = (), b""
-            else:
-                self._tail = self._tail[-max(map(len, self._after)) :]
+        if self._free_text is not None:
+            if self._free_text.push(self._tokenizer.token_bytes(token_id, special=True)):
+                self._free_text = None
         elif self.error is None:
             self._token_ids.append(token_id)
             if not self._matcher.consume_token(token_id):
@@ -275,13 +285,11 @@ class GrammarState:
     @property
     def is_finished(self) -> bool:
         """Whether the answer is complete, and nothing can follow."""
-        return not self._after and self.error is None and self._matcher.is_stopped()
+        return self._free_text is None and self.error is None and self._matcher.is_stopped()
 
     def _compute(self) -> None:
-        if self._after:
-            self._words.fill(-1)
-            for token_id in self._tokenizer.eog_token_ids:
-                self._words[token_id // 32] &= np.int32(~np.uint32(1 << token_id % 32).view(np.int32))
+        if self._free_text is not None:
+            self._free_text.fill(self._words)
             return
         if self.error is None:
             self._fill_words()

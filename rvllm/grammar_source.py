@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -25,6 +26,8 @@ _MAX_STEP_ITEMS = 10_000  # of the parser, in a token: 30 ms
 _TRIAL_BYTES = 1 << 30  # of address space
 _TRIAL_NICENESS = 5
 _MAX_MESSAGE = 300
+_TOKEN_ID = re.compile(r"<\[\d+\]>")  # of the model's vocabulary, in a Lark grammar
+_SOME_TOKEN = "<[256]>"  # a control token of the vocabulary of the trial
 
 
 class TooSlowError(ValueError):
@@ -51,7 +54,7 @@ class GrammarTrial:
         """
         with self._lock:
             process = self._process = self._process or _start()
-            answer = self._ask(process, {**asdict(output), "after": None})
+            answer = self._ask(process, asdict(output.constraint))
             if answer is None:
                 self._process = None
                 status = _end(process)
@@ -128,7 +131,7 @@ def _answer_all() -> None:
         try:
             output = StructuredOutput(**fields)
             text = source(output)
-            compile_source(tokenizer, output.kind, text)
+            compile_source(tokenizer, output.kind, _TOKEN_ID.sub(_SOME_TOKEN, text))
             answer = {"source": text}
         except ValueError as error:
             answer = {"error": str(error)}

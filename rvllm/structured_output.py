@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 MAX_SCHEMA_CHARACTERS = 2**20
@@ -31,6 +31,9 @@ class StructuredOutput:
     in llama.cpp's GBNF (with a rule `root ::=`).
     after: the constraint begins behind the first occurrence of this text, or of any of several; what comes before is
     free, except that the answer may not end there. For models that think first: "</think>".
+    is_optional: the answer may end there as well: a text of `after` need never come.
+    thoughts: (start, end) of thoughts that the answer may begin with, in which no text of `after` counts; start is ""
+    where the prompt has begun them.
 
     Raises ValueError for none or two of them, a wrong type, JSON that is none, and what is larger than the limits
     above.
@@ -42,6 +45,8 @@ class StructuredOutput:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     after: str | Sequence[str] | None = None
+    is_optional: bool = False
+    thoughts: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
@@ -60,12 +65,23 @@ class StructuredOutput:
             object.__setattr__(self, "after", tuple(self.after))
         for text in self.after_texts:
             _check_text("after", text)
+        if (self.is_optional or self.thoughts is not None) and not self.after_texts:
+            raise ValueError("is_optional and thoughts need after")
+        if self.thoughts is not None:
+            start, end = self.thoughts
+            _check_text("thoughts", start or None)
+            _check_text("thoughts", end)
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choices(self.choice))
 
     @property
     def after_texts(self) -> tuple[str, ...]:
         return (self.after,) if isinstance(self.after, str) else tuple(self.after or ())
+
+    @property
+    def constraint(self) -> StructuredOutput:
+        """The same without what is said of the text before it."""
+        return replace(self, after=None, is_optional=False, thoughts=None)
 
     @property
     def kind(self) -> str:

@@ -43,9 +43,7 @@ def forced_calls(
     called and parallel, a list of 1 to 8 of them. after: as in StructuredOutput. Raises ValueError, also when there is
     no such tool.
     """
-    names = tool_names(tools)
-    if not names:
-        raise ValueError("tool_choice needs tools")
+    names = check_tools(tools)
     if name is not None and name not in names:
         raise ValueError(f"tool_choice: there is no tool {name!r}")
     calls, definitions = [], {}
@@ -53,7 +51,7 @@ def forced_calls(
         if name not in (None, tool_name):
             continue
         # The parameters' own references count from their own root.
-        definitions[str(i)] = _moved(_parameters(tool), f"#/$defs/{i}")
+        definitions[str(i)] = _moved(parameters(tool), f"#/$defs/{i}")
         properties = {"name": {"const": tool_name}, "arguments": {"$ref": f"#/$defs/{i}"}}
         calls.append(
             {
@@ -69,9 +67,18 @@ def forced_calls(
     return StructuredOutput(json_schema={**schema, "$defs": definitions}, after=after or None)
 
 
-def _parameters(tool: Tool) -> Mapping[str, Any]:
-    parameters = tool["function"].get("parameters") or {}
-    return {"type": "object", "properties": {}, "additionalProperties": False, **parameters}
+def check_tools(tools: Sequence[Tool]) -> list[str]:
+    """As tool_names(), of tools that are needed."""
+    names = tool_names(tools)
+    if not names:
+        raise ValueError("tool_choice needs tools")
+    return names
+
+
+def parameters(tool: Tool) -> Mapping[str, Any]:
+    """The JSON schema of a tool's arguments; without one of its own it takes none."""
+    schema = tool["function"].get("parameters") or {}
+    return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -16,7 +16,8 @@ class ToolFormat:
     is_bare: an answer that is JSON from its first character on is a call as well, without a mark.
     name_pattern: matches what may come between the mark and the JSON, which then holds the arguments alone; its group
     1 is the name. is_xml: calls are written <function=...>. id_length: letters and digits of a call's id; some
-    templates insist on a length.
+    templates insist on a length. keys: of a call's name and arguments in the JSON that its models write; id_key: of a
+    number that may come before. named: what comes before and behind a name in front of its JSON, in Lark's syntax.
     """
 
     name: str
@@ -27,6 +28,20 @@ class ToolFormat:
     name_pattern: re.Pattern[str] | None = None
     is_xml: bool = False
     id_length: int = 24
+    keys: tuple[str, str] = ("name", "arguments")
+    id_key: str | None = None
+    named: tuple[str, str] | None = None
+
+    @property
+    def free_because(self) -> str:
+        """Why calls cannot be held to a schema where a model need not write them; empty if they can."""
+        if self.is_bare:
+            return "need not begin with a mark"
+        if self.is_xml:
+            return "are not written as JSON"
+        if self.name_pattern is not None and self.named is None:
+            return "are messages with headers of several kinds"
+        return ""
 
 
 _BEGIN, _SEP, _END = (
@@ -52,14 +67,23 @@ _ROWS = (
         ("[TOOL_CALLS]",),
         name_pattern=re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)"),
         id_length=9,
+        named=('""', '("[CALL_ID]" /[a-zA-Z0-9]{9}/)? "[ARGS]"'),
     ),
-    ToolFormat("cohere", ("<|START_ACTION|>",), ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+    ToolFormat(
+        "cohere",
+        ("<|START_ACTION|>",),
+        ("<|START_ACTION|>",),
+        ("<|END_ACTION|>",),
+        keys=("tool_name", "parameters"),
+        id_key="tool_call_id",
+    ),
     ToolFormat(
         "deepseek",
         (_ALL_BEGIN,),
         (_ALL_BEGIN, _BEGIN),
         ("```", _END, _ALL_END),
         name_pattern=re.compile(rf"(?:{_BEGIN})?(?:function{_SEP})?([\w.-]+)(?:{_SEP}|\s*```json)\s*(?=\{{)"),
+        named=(f'"{_BEGIN}"? ("function{_SEP}")?', f'("{_SEP}" | WS? "```json")'),
     ),
     ToolFormat("granite", ("<|tool_call|>",), ("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
     ToolFormat("phi4", ("<|tool|>",), ("<|tool_call|>",), ("<|/tool_call|>",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,25 @@ def test_what_an_answer_must_look_like(server: TinyServer) -> None:
     assert all("\ufffd" not in json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     server.refused(PATH, messages=HI, response_format=bad)
+
+
+def test_a_strict_tool_is_refused_where_its_calls_need_no_mark(tmp_path: Path) -> None:
+    server = TinyServer(make_llm(tmp_path, TEMPLATE + "{# <|python_tag|> #}", context_length=4096))
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    try:
+        error = server.refused(PATH, messages=HI, tools=[TOOL, strict])
+        assert error["param"] == "tools.1.function.strict"
+        assert "need not begin with a mark" in error["message"] and "'required'" in error["message"]
+        forced = server.ok(
+            PATH, messages=HI, tools=[strict], tool_choice="required", parallel_tool_calls=False
+        )
+        (call,) = forced["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": "{}"}
+        for strictness in (False, None):
+            tools = [{**TOOL, "function": {**TOOL["function"], "strict": strictness}}]
+            assert server.ok(PATH, messages=HI, tools=tools, max_tokens=2)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
 import pytest
-from server_client import TinyServer, make_llm
+from gguf_writer import ARR, I32, Typed
+from pydantic import BaseModel
+from server_client import TEMPLATE, TinyServer, make_llm
 from test_server_chat import TOOL
+from tiny_gguf import (
+    CONTROL_TOKEN,
+    CONTROL_TOKENS,
+    EOS_TOKEN_ID,
+    NORMAL_TOKEN,
+    USER_DEFINED_TOKEN,
+    VOCAB,
+    byte_level_tokenizer,
+    write_tiny_model,
+)
+
+from rvllm import LLM
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -133,8 +148,11 @@ def test_responses_take_items_tools_and_logprobs(client: openai.OpenAI) -> None:
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"generate_summary": "auto"}}, "reasoning.generate_summary"),
         (
-            {"tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}]},
-            "tools.0.function.strict",
+            {
+                "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": True}],
+                "text": {"format": {"type": "json_object"}},
+            },
+            "tools",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
     ],
@@ -145,6 +163,84 @@ def test_what_responses_do_not_offer_is_named(
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(**{"model": "tiny", "input": "hi", **fields})
     assert caught.value.param == param
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Rome"]
+
+
+@pytest.fixture(scope="module")
+def tool_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    """Of a model that has the mark of a call as a token, so that a bias makes it call, or not."""
+    metadata = byte_level_tokenizer(VOCAB + 1)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[VOCAB] = "<tool_call>"
+    types = [NORMAL_TOKEN] * 256 + [CONTROL_TOKEN] * len(CONTROL_TOKENS) + [USER_DEFINED_TOKEN]
+    metadata |= {
+        "tokenizer.ggml.token_type": Typed(ARR, Typed(I32, types)),
+        "tokenizer.chat_template": TEMPLATE,
+    }
+    path = tmp_path_factory.mktemp("tools") / "tiny.gguf"
+    write_tiny_model(path, vocab=VOCAB + 1, context_length=4096, metadata=metadata)
+    llm = LLM(path, num_blocks=256, seed=0, num_threads=1)
+    server = TinyServer(llm)
+    with (
+        server.on_socket() as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="key", max_retries=0) as client,
+    ):
+        yield client
+    server.close()
+
+
+CALLS, ENDS = {str(VOCAB): 100}, {str(VOCAB): -100, str(EOS_TOKEN_ID): 100}
+STRICT = openai.pydantic_function_tool(GetWeather)
+
+
+def test_a_strict_tool_may_be_called(tool_client: openai.OpenAI) -> None:
+    body = {
+        "model": "tiny",
+        "messages": HI,
+        "tools": [STRICT],
+        "parallel_tool_calls": False,
+        "max_tokens": 400,
+    }
+    for seed in range(3):
+        whole = tool_client.chat.completions.parse(**body, seed=seed, logit_bias=CALLS).choices[0]
+        (call,) = whole.message.tool_calls
+        assert isinstance(call.function.parsed_arguments, GetWeather)
+        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        with tool_client.chat.completions.stream(**body, seed=seed, logit_bias=CALLS) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.message.tool_calls[0].function.parsed_arguments == call.function.parsed_arguments
+    text = tool_client.chat.completions.parse(**body, logit_bias=ENDS).choices[0]
+    assert (text.finish_reason, text.message.content, text.message.tool_calls) == ("stop", "", None)
+    free = {**STRICT, "function": {**STRICT["function"], "strict": None}}
+    body["tools"] = [free]
+    loose = tool_client.chat.completions.create(**{**body, "max_tokens": 4}, logit_bias=CALLS).choices[0]
+    assert loose.finish_reason == "length" and not loose.message.tool_calls  # the mark, again and again
+
+
+def test_strict_calls_one_after_another(tool_client: openai.OpenAI) -> None:
+    body = {
+        "model": "tiny",
+        "messages": HI,
+        "tools": [STRICT],
+        "max_tokens": 300,
+        "logit_bias": CALLS,
+        "seed": 1,
+    }
+    calls = tool_client.chat.completions.create(**body).choices[0].message.tool_calls
+    assert len(calls) > 1
+    assert all(GetWeather.model_validate_json(call.function.arguments) for call in calls)
+    response = tool_client.responses.create(
+        model="tiny", input="hi", max_output_tokens=300, parallel_tool_calls=False,
+        tools=[{"type": "function", **STRICT["function"]}], extra_body={"logit_bias": CALLS},
+    )  # fmt: skip
+    (item,) = response.output
+    assert item.type == "function_call" and GetWeather.model_validate_json(item.arguments)
 
 
 def test_errors_have_their_classes(client: openai.OpenAI) -> None:

@@ -23,7 +23,7 @@ EMBEDDING_SPREAD = 0.6  # the last token and the layers then weigh about the sam
 QUERY_SPREAD = 2.5  # attention that chooses: an average over all tokens would settle on one answer
 ROUTER_SPREAD = 2.0  # experts of a token then weigh differently, and the next in rank is not too near
 LOGITS_SPREAD = 4.0  # large enough that the best token leads clearly
-NORMAL_TOKEN, CONTROL_TOKEN, UNUSED_TOKEN = 1, 3, 5
+NORMAL_TOKEN, CONTROL_TOKEN, USER_DEFINED_TOKEN, UNUSED_TOKEN = 1, 3, 4, 5
 
 
 class Family(NamedTuple):

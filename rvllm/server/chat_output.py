@@ -14,6 +14,7 @@ from rvllm.server.served_model import ServedModel
 from rvllm.structured_output import StructuredOutput
 from rvllm.tool_choice import forced_calls
 from rvllm.tool_formats import JSON, ToolFormat, find_format
+from rvllm.tool_grammar import optional_calls
 from rvllm.tool_parser import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ Delta = dict[str, Any]
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """How the text of a turn is to be read, and what it must look like where a tool has to be called.
+    """How the text of a turn is to be read, and what it must look like.
 
     reasoning: None for a model that does not think. tool_format: None without tools. tools: the JSON schemas of
-    their parameters by name.
+    their parameters by name. calls: the constraint where a tool has to be called, or is strict.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -35,7 +36,7 @@ class TurnFormat:
     tool_format: ToolFormat | None = None
     tools: Mapping[str, Any] = field(default_factory=dict)
     parallel: bool = True
-    forced: StructuredOutput | None = None
+    calls: StructuredOutput | None = None
 
     @property
     def after(self) -> tuple[str, ...]:
@@ -70,22 +71,38 @@ class TurnFormat:
             return cls(reasoning, thinks)
         schemas = {tool.function.name: tool.function.parameters for tool in prompt.tools}
         is_parallel = parallel is not False
+        tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
         if choice in (None, "auto"):
-            for i, tool in enumerate(prompt.tools):
-                if tool.function.strict:
-                    raise unsupported(
-                        f"tools.{i}.function.strict",
-                        "arguments follow the schema where tool_choice forces a call",
-                    )
-            return cls(reasoning, thinks, find_format(source), schemas, is_parallel)
+            turn = cls(reasoning, thinks, find_format(source), schemas, is_parallel)
+            return replace(turn, calls=turn.optional_calls(tools, model.tokenizer))
         name = choice.function.name if isinstance(choice, NamedTool) else None
         turn = cls(reasoning, thinks, JSON, schemas, is_parallel)
-        tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
         try:
             forced = forced_calls(tools, name, is_parallel, turn.after)
         except ValueError as error:
             raise bad_request(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from None
-        return replace(turn, forced=forced)
+        return replace(turn, calls=forced)
+
+    def optional_calls(
+        self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
+    ) -> StructuredOutput | None:
+        """The constraint of calls that need not come; None if no tool is strict. Raises APIError."""
+        strict = next((i for i, tool in enumerate(tools) if tool["function"].get("strict")), None)
+        if strict is None or self.tool_format is None:
+            return None
+        if self.tool_format.free_because:
+            raise unsupported(
+                f"tools.{strict}.function.strict",
+                f"with tool_choice 'auto': this model's calls {self.tool_format.free_because}. "
+                "With tool_choice 'required', or a function by name, arguments follow the schema",
+            )
+        thoughts = None
+        if self.reasoning is not None:
+            thoughts = ("" if self.is_thinking else self.reasoning.start, self.reasoning.end)
+        try:
+            return optional_calls(tools, self.tool_format, tokenizer, self.parallel, thoughts)
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from None
 
 
 class Turn:

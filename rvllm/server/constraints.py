@@ -46,10 +46,13 @@ def structured_output(
 
 
 def turn_constraint(turn: TurnFormat, wanted: StructuredOutput | None) -> StructuredOutput | None:
-    """What a turn must look like, from its tool_choice or from the other fields. Raises APIError for both."""
-    if turn.forced is not None and wanted is not None:
-        raise bad_request("a tool_choice that forces a call excludes other constraints", "tool_choice")
-    return turn.forced or wanted
+    """What a turn must look like, from its tools or from the other fields. Raises APIError for both."""
+    if turn.calls is not None and wanted is not None:
+        raise bad_request(
+            "a tool_choice that forces a call, and tools that are strict, exclude other constraints",
+            "tools" if turn.calls.is_optional else "tool_choice",
+        )
+    return turn.calls or wanted
 
 
 def _format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
