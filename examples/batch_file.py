@@ -13,10 +13,10 @@ with Path("cities.jsonl").open("w") as file:
         print(json.dumps(request), file=file)
 
 # Stopped or killed, the same command goes on where it was.
-subprocess.run(["rvllm", "batch", "cities.jsonl", "answers.jsonl"], check=True)
+subprocess.run(["rvllm", "batch", "cities.jsonl", "cities_answers.jsonl"], check=True)
 
 answers = {}
-for line in Path("answers.jsonl").read_text().splitlines():
+for line in Path("cities_answers.jsonl").read_text().splitlines():
     answer = json.loads(line)
     answers[answer["custom_id"]] = answer["response"]["body"]["choices"][0]["text"]
 for city in CITIES:
