@@ -37,10 +37,12 @@ LONG = {"prompt": "Once", "max_tokens": 60_000, "ignore_eos": True}
 PREFIX = "The same beginning of many prompts, " * 16
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
-    monkeypatch.chdir(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +92,8 @@ def start(model: Path, *arguments: str, **settings: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def shared(model: Path) -> Iterator[Replicas]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(model.parent)  # as the fixture for each test does, which comes later
-        with start(model, "-np", "2", "--max-queue", "0", "--api-key", "k") as process:
-            yield Replicas(process)
+    with start(model, "-np", "2", "--max-queue", "0", "--api-key", "k") as process:
+        yield Replicas(process)
 
 
 @pytest.fixture
