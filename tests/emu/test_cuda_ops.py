@@ -334,7 +334,7 @@ def test_attention_over_other_types(
 
 def test_attention_saturates_what_f16_cannot_hold(backend: Any, scalar: _core.CpuBackend) -> None:
     step = Step([1], [20], 16, 2, 1, 16)
-    step.v[0][3] = 1e6
+    step.v[0][3, ::2], step.v[0][3, 1::2] = 1e6, -1e6
     assert_attention_equals(backend, scalar, step)
 
 
