@@ -316,6 +316,7 @@ def test_attention_sinks(backend: Any, scalar: _core.CpuBackend) -> None:
     sinks = np.linspace(-5, 90, 6, dtype=np.float32)  # from next to nothing to nearly all of the weight
     assert_attention_equals(backend, scalar, Step([1, 3], [30, 3], 16, 6, 3, 32), 0, 0.0, sinks)
     step = Step([1, 1], [300, 20], 16, 6, 3, 32)
+    assert_attention_equals(backend, scalar, step, 0, 0.0, sinks)  # by blocks that go through all partitions
     for out, expected in zip(
         step.attend_last(backend, 0, sinks=sinks), step.attend_last(scalar, 0, sinks=sinks), strict=True
     ):
