@@ -5,9 +5,10 @@
     python scripts/mutate_kernels.py --device metal --sample 40
 
 Kinds: barrier (removed), index (one further), bound (< becomes <=, and the reverse), scale (1 % more), sign (+= becomes
--=). A mutant that does not compile does not count. For a removed barrier the tests of CUDA run under ThreadSanitizer as
-well, since the emulator may happen to run threads in an order that hides it. Survivors are printed, also those that
-change no result; the exit status is 1 if there are any.
+-=). A mutant that does not compile does not count. Only what includes its file is compiled again, and of the kernels'
+tests those of its operations run first; what survives them meets all tests. Where a barrier is not missed, its tests
+run under ThreadSanitizer as well, since the emulator may happen to run threads in an order that hides it. Prints what
+came of each mutant (SURVIVES also where a break changes no result), and a table; the exit status is 1 if any survives.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,24 +34,33 @@ class Target:
     build: str
     suffixes: set[str]
     host_code: set[str]
-    # By a variant of run_sanitized.py; tried in turn, the quickest first, until one fails.
-    tests: dict[str, list[list[str]]]
+    kernels: tuple[str, str]  # their tests, and which of them are one schedule's
+    near: dict[str, str]  # by file, which of the former are tried first; all for others
+    rest: list[tuple[str, str]]  # what is tried then
+    races: bool  # whether there is a build for ThreadSanitizer
 
 
-CUDA_TESTS = {
-    "plain": [
-        ["tests/emu/test_cuda_ops.py", "-k", "emulator-random"],
-        ["tests/emu/test_cuda_ops.py", "-k", "emulator"],
-        ["tests/emu/test_cuda_tokens.py", "-k", "emulator-random"],
-    ],
-    "tsan": [["tests/emu/test_cuda_ops.py"]],
-}
-METAL_TESTS = {
-    "metal-plain": [
-        ["tests/emu/test_metal_kernels.py", "-k", "metal-random"],
-        ["tests/emu/test_metal_kernels.py", "-k", "not apple-gpu"],
-        ["tests/emu/test_metal_tokens.py", "-k", "not apple-gpu"],
-    ],
+CUDA_NEAR = {
+    "activation.cu": "activat",
+    "attention.cu": "attention",
+    "dequantize.cu": "cublas",
+    "dequantize.h": "cublas",
+    "device_math.h": "activat or attention or mixture",
+    "elementwise.cu": "test_add or scale_logits or cublas or many_tokens",
+    "embedding.cu": "embedding",
+    "experts.cu": "mixture",
+    "kv_elements.h": "attention",
+    "matvec.cu": "float",
+    "mma.h": "linear and (Q4_1 or Q6_K or IQ2_S)",
+    "norm.cu": "norm",
+    "packed_weights.h": "linear and (Q4_1 or Q6_K or IQ2_S)",
+    "quantize.cu": "linear and (Q4_1 or Q6_K or IQ2_S)",
+    "quantized_linear.inl": "linear and (Q4_1 or Q6_K or IQ2_S)",
+    "rope.cu": "rope",
+    "rows.h": "norm or activat",
+    "sampling.cu": "argmax",
+    "store_kv.cu": "attention",
+    "unpack.h": "embedding or test_linear_of_many",
 }
 CUDA_HOST_CODE = {
     "blas.h",
@@ -73,12 +84,25 @@ METAL_HOST_CODE = {
 }
 TARGETS = {
     "cuda": Target(
-        "csrc/cuda", "tests/emu/build_emulated.py", {".cu", ".inl", ".h"}, CUDA_HOST_CODE, CUDA_TESTS
+        "csrc/cuda", "tests/emu/build_emulated.py", {".cu", ".inl", ".h"}, CUDA_HOST_CODE,
+        ("tests/emu/test_cuda_ops.py", "emulator-random"), CUDA_NEAR,
+        [
+            ("tests/emu/test_cuda_ops.py", "emulator"),
+            ("tests/emu/test_cuda_steps.py", "emulator"),
+            ("tests/emu/test_cuda_tokens.py", "emulator-random"),
+        ],
+        races=True,
     ),
     "metal": Target(
-        "csrc/metal", "tests/emu/build_emulated_metal.py", {".metal", ".h"}, METAL_HOST_CODE, METAL_TESTS
+        "csrc/metal", "tests/emu/build_emulated_metal.py", {".metal", ".h"}, METAL_HOST_CODE,
+        ("tests/emu/test_metal_kernels.py", "metal-random"), {},
+        [
+            ("tests/emu/test_metal_kernels.py", "not apple-gpu"),
+            ("tests/emu/test_metal_tokens.py", "not apple-gpu"),
+        ],
+        races=False,
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,13 +129,13 @@ def matching_bracket(text: str, start: int) -> int:
 def mutate_barrier(line: str) -> list[str]:
     return [
         line[: m.start()] + line[m.end() :]
-        for m in re.finditer(r"(__sync(threads|warp)|(threadgroup|simdgroup)_barrier)\([^()]*\);", line)
+        for m in re.finditer(r"(__sync(threads|warp)|(threadgroup|simdgroup)_barrier)\([^()]*\)(?=;)", line)
     ]
 
 
 def mutate_index(line: str) -> list[str]:
     """Every subscript of an expression, but not the extents of a declaration, captures or the operands of PTX."""
-    if '"r"(' in line or '"+r"(' in line:
+    if re.search(r'"[=+]?r"\(', line):
         return []
     if re.match(r"\s*(const |constexpr |static |using |__shared__ )?[\w:<>]+ [\w, ]*\w\[[^=]*\];", line):
         return []
@@ -137,7 +161,7 @@ def mutate_bound(line: str) -> list[str]:
 def mutate_scale(line: str) -> list[str]:
     mutants = [
         line[: m.end()] + " * 1.01f" + line[m.end() :]
-        for m in re.finditer(r"\b(\w*scale|d|unit|eps|\w*cap)\b(?= \*|;|\))", line)
+        for m in re.finditer(r"\b(\w*scale|d|unit|eps|\w*cap)\b(?= \*|;|\))(?! \* \(?kUnit)", line)
         if re.search(r"[*=] $|\($", line[: m.start()]) and "int" not in line
     ]
     literals = re.finditer(r"(?<![\w.])\d+\.\d*(e-?\d+)?f", line)
@@ -183,39 +207,46 @@ class Workplace:
             shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "setup.py"):
             shutil.copy(ROOT / name, directory / name)
+        if target.races and (built := ROOT / "build/emu").exists():
+            # What is compiled there need not be again, except for Metal, whose dependencies name that folder.
+            shutil.copytree(built, directory / "build", ignore=shutil.ignore_patterns("metal"))
 
-    def passes(self, variant: str) -> bool | None:
-        """Whether the tests pass; None when the kernels do not compile."""
+    def passes(self, variant: str, tests: list[tuple[str, str]]) -> bool | None:
+        """Whether tests pass that are tried in turn until one fails; None when the kernels do not compile."""
         env = {
             **os.environ,
             "PYTHONPATH": str(self.directory),
             "RVLLM_EMU_BUILD": str(self.directory / "build"),
         }
-        build = [sys.executable, self.target.build, variant.removeprefix("metal-")]
-        if subprocess.run(build, cwd=self.directory, env=env, capture_output=True).returncode:
+        options = {"cwd": self.directory, "env": env, "capture_output": True}
+        if subprocess.run([sys.executable, self.target.build, variant], **options).returncode:
             return None
-        pytest = [sys.executable, "tests/emu/run_sanitized.py", variant, "-x", "-q", "-p", "no:cacheprovider"]
-        for tests in self.target.tests[variant]:
+        name = f"metal-{variant}" if self.target is TARGETS["metal"] else variant
+        pytest = [sys.executable, "tests/emu/run_sanitized.py", name, "-x", "-q", "-p", "no:cacheprovider"]
+        for path, choice in tests:
             try:
-                result = subprocess.run(
-                    [*pytest, *tests], cwd=self.directory, env=env, capture_output=True, timeout=600
-                )
+                result = subprocess.run([*pytest, path, "-k", choice], **options, timeout=600)
             except subprocess.TimeoutExpired:
                 return False
             if result.returncode:
                 return False
         return True
 
-    def survives(self, mutant: Mutant) -> bool | None:
+    def near(self, file: str) -> list[tuple[str, str]]:
+        path, schedule = self.target.kernels
+        own = self.target.near.get(file)
+        return [(path, f"{schedule} and ({own})" if own else schedule)]
+
+    def survives(self, mutant: Mutant, variant: str) -> bool | None:
         path = self.directory / self.target.folder / mutant.file
         original = path.read_text()
         lines = original.splitlines()
         lines[mutant.line - 1] = mutant.after
         path.write_text("\n".join(lines) + "\n")
         try:
-            plain, *tsan = self.target.tests
-            survives = self.passes(plain)
-            return self.passes(tsan[0]) if survives and tsan and mutant.kind == "barrier" else survives
+            return self.passes(
+                variant, self.near(mutant.file) + (self.target.rest if variant == "plain" else [])
+            )
         finally:
             path.write_text(original)
 
@@ -251,23 +282,27 @@ def main() -> int:
         print(*mutants, sep="\n")
         return 0
 
-    survived, caught, invalid = 0, 0, 0
+    outcomes: dict[Mutant, bool | None] = {}
     with tempfile.TemporaryDirectory() as directory:
         workplace = Workplace(Path(directory), target)
-        variants = list(target.tests)[: 2 if any(m.kind == "barrier" for m in mutants) else 1]
-        for variant in variants:
-            if not workplace.passes(variant):
-                print(f"the tests do not pass before anything is changed ({variant})", file=sys.stderr)
-                return 2
-        for i, mutant in enumerate(mutants, 1):
-            survives = workplace.survives(mutant)
-            invalid += survives is None
-            caught += survives is False
-            if survives:
-                survived += 1
-                print(f"[{i}/{len(mutants)}] SURVIVES {mutant}", flush=True)
-    print(f"{caught} of {caught + survived} mutants caught; {invalid} do not compile")
-    return 1 if survived else 0
+        for variant in ("plain", "tsan") if target.races else ("plain",):
+            tried = [m for m in mutants if variant == "plain" or (m.kind == "barrier" and outcomes[m])]
+            for file in sorted({m.file for m in tried}):
+                if not workplace.passes(variant, workplace.near(file)):
+                    print(
+                        f"the tests of {file} do not pass before it is changed ({variant})", file=sys.stderr
+                    )
+                    return 2
+            for i, mutant in enumerate(tried, 1):
+                outcomes[mutant] = workplace.survives(mutant, variant)
+                state = {True: "SURVIVES", False: "caught", None: "does not compile"}[outcomes[mutant]]
+                print(f"[{variant} {i}/{len(tried)}] {state} {mutant}", flush=True)
+    counts = Counter((m.file, m.kind, survives) for m, survives in outcomes.items())
+    print("\n| file | kind | mutants | caught |\n|---|---|---|---|")
+    for name, kind in sorted({(m.file, m.kind) for m in mutants}):
+        survived, caught = counts[name, kind, True], counts[name, kind, False]
+        print(f"| `{name}` | {kind} | {survived + caught} | {caught} |")
+    return 1 if any(outcomes.values()) else 0
 
 
 if __name__ == "__main__":
