@@ -71,6 +71,8 @@ unsigned arc4random(void) {
 }
 C
 "${prefix}gcc" -O2 -fPIC -fvisibility=hidden -c "$work/newer.c" -o "$work/newer.o"
+# One libstdc++ in the process shares symbols with another, unless they are hidden: then numbers are written as nothing.
+echo '{ global: PyInit_*; local: *; };' >"$work/exports"
 library() { "${prefix}g++" -print-file-name="$1"; }
 ccache=
 type ccache >/dev/null 2>&1 && ccache=ccache
@@ -79,6 +81,7 @@ cat >"$work/g++" <<SH
 case " \$* " in
   *" -shared "*)
     exec "$(echo "$work"/tools/lib/python*/site-packages/ziglang/zig)" cc -target $machine-linux-gnu.$glibc "\$@" \
+      "-Wl,--version-script=$work/exports" \
       "$(library libstdc++.a)" "$work/newer.o" "$(library libgcc.a)" "$(library libgcc_s.so.1)" -lm -lpthread ;;
   *) exec $ccache ${prefix}g++ "\$@" ;;
 esac
@@ -123,7 +126,7 @@ build_wheel() {
   "$work/tools/bin/auditwheel" repair --wheel-dir "$work/repaired$name" "$work/raw$name"/*.whl
   local wheel bytes
   wheel=$(echo "$work/repaired$name"/*.whl)
-  [[ $wheel =~ -manylinux_2_([0-9]+)_$machine ]] && [ "${BASH_REMATCH[1]}" -le "${glibc#*.}" ] ||
+  [[ $wheel =~ [-.]manylinux_2_([0-9]+)_$machine ]] && [ "${BASH_REMATCH[1]}" -le "${glibc#*.}" ] ||
     fail "$(basename "$wheel") is not for glibc $glibc"
   bytes=$(stat -c %s "$wheel")
   [ "$bytes" -le $max_bytes ] || fail "$(basename "$wheel") has $bytes bytes, the limit is $max_bytes"
