@@ -238,7 +238,9 @@ def test_options_out_of_range_are_refused(capsys: pytest.CaptureFixture[str], mo
     )
     Run(capsys, "ray", "serve", "--port", "0").assert_refused("--port must be between 1 and 65535, not 0")
     Run(capsys, "ray", "serve", "--log-file", "x").assert_refused("--log-file: not with Ray")
-    Run(capsys, "ray", "batch", "in.jsonl", "refused.jsonl", "--workers", "0").assert_refused("--workers", "0")
+    Run(capsys, "ray", "batch", "in.jsonl", "refused.jsonl", "--workers", "0").assert_refused(
+        "--workers", "0"
+    )
     assert not Path("refused.jsonl").exists()
     Path("in.jsonl").write_text(line(0))
     unreachable = ("ray", "batch", "in.jsonl", "refused.jsonl", "--address", "127.0.0.1:1", "-m")
