@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +26,14 @@ def fetch(name: str) -> Path:
         if os.environ.get("CI"):
             pytest.fail(str(error), pytrace=False)
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        yield
 
 
 @pytest.fixture(scope="session")

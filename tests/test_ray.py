@@ -22,6 +22,7 @@ from cli_run import Run
 from server_client import TEMPLATE, TinyServer, make_llm
 from tiny_gguf import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 SECONDS = 240  # until what must happen has failed to: Ray starts many processes, on a busy machine slowly
 
@@ -31,14 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"
     write_tiny_model(path, context_length=4096, metadata={"tokenizer.chat_template": TEMPLATE})
     return path
-
-
-@pytest.fixture(autouse=True, scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -31,18 +31,13 @@ from rvllm.server.router import Replica
 from rvllm.server.served_model import ServerConfig
 from rvllm.system import affine_cpus
 
-pytestmark = pytest.mark.skipif(affine_cpus() < 2, reason="two replicas need two processors")
+pytestmark = [
+    pytest.mark.skipif(affine_cpus() < 2, reason="two replicas need two processors"),
+    pytest.mark.usefixtures("elsewhere"),
+]
 
 LONG = {"prompt": "Once", "max_tokens": 60_000, "ignore_eos": True}
 PREFIX = "The same beginning of many prompts, " * 16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
-        yield
 
 
 @pytest.fixture(scope="module")
