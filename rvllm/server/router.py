@@ -191,8 +191,9 @@ def create_router(config: ServerConfig, fleet: Fleet, **settings: Any) -> FastAP
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        texts = await asyncio.gather(*(_get(replica, b"/metrics") for replica in fleet.ready))
-        merged = await asyncio.to_thread(_merge, fleet, dict(zip(fleet.ready, texts, strict=False)))
+        ready = fleet.ready  # once: it may change while they answer
+        texts = await asyncio.gather(*(_get(replica, b"/metrics") for replica in ready))
+        merged = await asyncio.to_thread(_merge, fleet, dict(zip(ready, texts, strict=True)))
         return Response(merged, media_type=CONTENT_TYPE_LATEST)
 
     add_error_handlers(app)
