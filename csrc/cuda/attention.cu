@@ -65,8 +65,8 @@ struct Unit {
 
 // sums[r] = q[r] . K[position], dimensions in ascending order.
 template <class Cache, int R>
-__device__ __forceinline__ void score(const KVLayout& c, const uint8_t* keys, int at, const float* q, int q_stride,
-                                      int rows, float (&sums)[R]) {
+__device__ __forceinline__ void add_scores(const KVLayout& c, const uint8_t* keys, int at, const float* q, int q_stride,
+                                           int rows, float (&sums)[R]) {
   using Element = typename Cache::Element;
   constexpr int kRun = 16 / sizeof(Element);
   const uint4* vectors = reinterpret_cast<const uint4*>(keys) + at;
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(AttentionArgs a)
     float sums[R] = {};
     if (position >= from && position < to) {
       const uint8_t* const keys = heads + int64_t(unit.table[position / c.block_size]) * c.block_bytes;
-      score<Cache, R>(c, keys, position % c.block_size, q, q_stride, unit.rows, sums);
+      add_scores<Cache, R>(c, keys, position % c.block_size, q, q_stride, unit.rows, sums);
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(AttentionArgs a)
 }
 
 // Merges the partitions of one token and head; a thread has one dimension. grid: [T, H].
-__global__ void merge_kernel(AttentionArgs a) {
+__global__ void attention_merge_kernel(AttentionArgs a) {
   const int token = blockIdx.x, head = blockIdx.y, d = threadIdx.x, dim = a.cache.head_dim;
   if (d >= dim) return;
   const float* part = a.parts + (int64_t(token) * a.num_heads + head) * a.num_parts * (2 + dim);
@@ -268,7 +268,7 @@ void attention(const AttentionArgs& a, int num_units, int rows, int num_tokens, 
       start(attention_kernel<Cache, 16>, 16);
   });
   if (a.parts)
-    rv::launch(merge_kernel, dim3(unsigned(num_tokens), unsigned(a.num_heads)),
+    rv::launch(attention_merge_kernel, dim3(unsigned(num_tokens), unsigned(a.num_heads)),
                unsigned((a.cache.head_dim + 31) / 32 * 32), 0, stream, a);
 }
 

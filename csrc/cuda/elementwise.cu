@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(256) add_gated_kernel(float* x, int64_t x_stri
   if (i < cols) x[blockIdx.x * x_stride + i] += scale * y[blockIdx.x * y_stride + i];
 }
 
-__global__ void __launch_bounds__(256) scale_kernel(float* x, int64_t stride, int cols, float scale, float soft_cap) {
+__global__ void __launch_bounds__(256) scale_logits_kernel(float* x, int64_t stride, int cols, float scale,
+                                                           float soft_cap) {
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (i >= cols) return;
   float& value = x[blockIdx.x * stride + i];
@@ -26,8 +27,8 @@ __global__ void __launch_bounds__(256) scale_kernel(float* x, int64_t stride, in
   if (soft_cap != 0.0f) value = soft_capped(value, soft_cap);
 }
 
-__global__ void __launch_bounds__(256) gather_kernel(float* out, int64_t out_stride, const float* __restrict__ x,
-                                                     int64_t x_stride, const int* __restrict__ rows, int cols) {
+__global__ void __launch_bounds__(256) gather_rows_kernel(float* out, int64_t out_stride, const float* __restrict__ x,
+                                                          int64_t x_stride, const int* __restrict__ rows, int cols) {
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (i < cols) out[blockIdx.x * out_stride + i] = x[rows[blockIdx.x] * x_stride + i];
 }
@@ -46,11 +47,12 @@ void add_gated(Tensor x, Tensor y, Tensor gate, cudaStream_t stream) {
 }
 
 void scale_logits(Tensor x, float scale, float soft_cap, cudaStream_t stream) {
-  rv::launch(scale_kernel, grid_of(x), 256, 0, stream, x.data, x.stride, int(x.cols), scale, soft_cap);
+  rv::launch(scale_logits_kernel, grid_of(x), 256, 0, stream, x.data, x.stride, int(x.cols), scale, soft_cap);
 }
 
 void gather_rows(Tensor out, Tensor x, const int* rows, cudaStream_t stream) {
-  rv::launch(gather_kernel, grid_of(out), 256, 0, stream, out.data, out.stride, x.data, x.stride, rows, int(out.cols));
+  rv::launch(gather_rows_kernel, grid_of(out), 256, 0, stream, out.data, out.stride, x.data, x.stride, rows,
+             int(out.cols));
 }
 
 }  // namespace rvllm::cuda

@@ -46,7 +46,7 @@ __global__ void route_kernel(const float* logits, int64_t stride, int num_expert
 }
 
 // One block sorts all choices by expert, warps taking experts in turn: 32 choices are looked at together.
-__global__ void __launch_bounds__(1024) sort_kernel(int num_experts, ExpertRows rows) {
+__global__ void __launch_bounds__(1024) sort_choices_kernel(int num_experts, ExpertRows rows) {
   RV_SHARED(int, first_place, kMaxExperts + 1);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, n = rows.num_choices;
   for (int e = warp; e < num_experts; e += warps) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(256) combine_kernel(float* out, int64_t out_st
 void route(Tensor logits, const RouterParams& params, const ExpertRows& out, cudaStream_t stream) {
   rv::launch(route_kernel, unsigned(logits.rows), 32, 0, stream, logits.data, logits.stride, int(logits.cols),
              params.normalized, out);
-  rv::launch(sort_kernel, 1, 1024, 0, stream, int(logits.cols), out);
+  rv::launch(sort_choices_kernel, 1, 1024, 0, stream, int(logits.cols), out);
 }
 
 void combine(Tensor out, Tensor y, const ExpertRows& rows, cudaStream_t stream) {
