@@ -17,6 +17,11 @@ POSITIONS = {
     "thread_index_in_simdgroup": f"{_THREAD}lane",
     "simdgroup_index_in_threadgroup": f"{_THREAD}warp",
 }
+# Attributes with arguments of these forms are all that csrc/metal has; Metal's compiler knows no others by these names.
+_ATTRIBUTES = re.compile(
+    r'host_name\("\w+"\)|function_constant\(\d+\)|max_total_threads_per_threadgroup\(\d+\)'
+    rf"|buffer\(\d+\)|threadgroup\(\d+\)|{'|'.join(POSITIONS)}"
+)
 _KERNEL = re.compile(r"(?P<template>template\s*<(?P<parameters>[^>{};]*)>\s*)?\bkernel void (?P<name>\w+)\(")
 _ROW = re.compile(
     r'template \[\[host_name\("(?P<host>\w+)"\)\]\] kernel \w+_t (?P<name>\w+)<(?P<values>[^>;]*)>;'
@@ -86,6 +91,27 @@ def argument(kernel: str, parameter: str) -> str:
     if name == "threadgroup" and index == "0":
         return "::rvllm::emu::ThreadgroupPointer{b.threadgroup_bytes}"
     return POSITIONS[name]
+
+
+def broken_rules(source: str) -> list[str]:
+    """What Metal forbids and clang lets pass: attributes that are not known, lambdas, and recursion."""
+    code = without_comments(source)
+    broken = [
+        f"attribute {name}"
+        for name in re.findall(r"\[\[(.*?)\]\]", code, re.DOTALL)
+        if not _ATTRIBUTES.fullmatch(name)
+    ]
+    broken += [f"lambda {text}" for text in re.findall(r"[^\w\[\])]\s*(\[[&=]?\])\s*[({]", code)]
+    # Nothing is declared before it is defined, so a function that recurs calls itself.
+    for m in re.finditer(r"\b(\w+)\(", code):
+        behind = matching(code, m.end() - 1) + 1
+        body = re.compile(r"\s*\{").match(code, behind)
+        if not body or m[1] in ("if", "for", "while", "switch"):
+            continue
+        text = code[body.end() : matching(code, body.end() - 1)]
+        if re.search(rf"\b{m[1]}(<[^;]*>)?\(", text):
+            broken.append(f"recursion of {m[1]}")
+    return broken
 
 
 def blanked(match: re.Match[str]) -> str:
