@@ -1,14 +1,17 @@
-"""Break the CUDA or Metal kernels one place at a time, and report which breaks the emulator's tests do not notice.
+"""Break the CUDA or Metal kernels, or Metal's host code, one place at a time, and report which breaks the emulator's
+tests do not notice.
 
     python scripts/mutate_kernels.py                         every place of the CUDA kernels
     python scripts/mutate_kernels.py --kind barrier index --file norm.cu --sample 40
-    python scripts/mutate_kernels.py --device metal --sample 40
+    python scripts/mutate_kernels.py --device metal --each 6
+    python scripts/mutate_kernels.py --device metal-host --file metal_device.mm
 
 Kinds: barrier (removed), index (one further), bound (< becomes <=, and the reverse), scale (1 % more), sign (+= becomes
--=). A mutant that does not compile does not count. Only what includes its file is compiled again, and of the kernels'
-tests those of its operations run first; what survives them meets all tests. Where a barrier is not missed, its tests
-run under ThreadSanitizer as well, since the emulator may happen to run threads in an order that hides it. Prints what
-came of each mutant (SURVIVES also where a break changes no result), and a table; the exit status is 1 if any survives.
+-=); of host code those of mutate_host.py. A mutant that does not compile does not count. Only what includes its file is
+compiled again, and of the kernels' tests those of its operations run first; what survives them meets all tests. Where a
+barrier is not missed, its tests run under ThreadSanitizer as well, since the emulator may happen to run threads in an
+order that hides it. Prints what came of each mutant (SURVIVES also where a break changes no result), and a table; the
+exit status is 1 if any survives.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from mutate_host import HOST_KINDS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -33,11 +38,12 @@ class Target:
     folder: str
     build: str
     suffixes: set[str]
-    host_code: set[str]
+    others: set[str]  # files that are not broken
     kernels: tuple[str, str]  # their tests, and which of them are one schedule's
     near: dict[str, str]  # by file, which of the former are tried first; all for others
     rest: list[tuple[str, str]]  # what is tried then
-    races: bool  # whether there is a build for ThreadSanitizer
+    races: bool = False  # whether there is a build for ThreadSanitizer
+    kinds: frozenset[str] = frozenset({"barrier", "index", "bound", "scale", "sign"})
 
 
 CUDA_NEAR = {
@@ -75,12 +81,40 @@ CUDA_HOST_CODE = {
     "operations.h",
     "step_graphs.h",
 }
+METAL_NEAR = {
+    "activation.metal": "activat",
+    "attention.metal": "attention",
+    "dequantize.metal": "mps or whole_numbers",
+    "device_math.h": "activat or attention or mixture or norm",
+    "elementwise.metal": "test_add or scale_logits",
+    "embedding.metal": "embedding",
+    "experts.metal": "mixture or experts",
+    "kv_elements.h": "attention",
+    "matmul.metal": "simdgroups or whole_numbers",
+    "matvec.metal": "float",
+    "norm.metal": "norm",
+    "quantize.metal": "linear and (Q4_1 or Q6_K or IQ2_S)",
+    "quantized_linear.metal": "linear and (Q4_1 or Q6_K or IQ2_S)",
+    "rope.metal": "rope",
+    "sampling.metal": "argmax",
+    "store_kv.metal": "attention",
+    "unpack.h": "embedding or test_linear_of_many",
+}
 METAL_HOST_CODE = {
     "kernel_args.h",
     "metal_backend.h",
     "metal_device.h",
     "metal_kv_cache.h",
     "metal_weights.h",
+}
+METAL_KERNEL_CODE = {
+    "device_math.h",
+    "kernel_args.h",
+    "kv_elements.h",
+    "metal_backend.h",
+    "metal_device.h",
+    "metal_weights.h",
+    "unpack.h",
 }
 TARGETS = {
     "cuda": Target(
@@ -95,12 +129,21 @@ TARGETS = {
     ),
     "metal": Target(
         "csrc/metal", "tests/emu/build_emulated_metal.py", {".metal", ".h"}, METAL_HOST_CODE,
-        ("tests/emu/test_metal_kernels.py", "metal-random"), {},
+        ("tests/emu/test_metal_kernels.py", "metal-random"), METAL_NEAR,
         [
             ("tests/emu/test_metal_kernels.py", "not apple-gpu"),
             ("tests/emu/test_metal_tokens.py", "not apple-gpu"),
         ],
-        races=False,
+    ),
+    "metal-host": Target(
+        "csrc/metal", "tests/emu/build_emulated_metal.py", {".mm", ".cpp", ".h"}, METAL_KERNEL_CODE,
+        ("tests/emu/test_metal_host.py", "not are_found and not stand_ins"), {},
+        [
+            ("tests/emu/test_metal_kernels.py", "metal-random"),
+            ("tests/emu/test_metal_kernels.py", "not apple-gpu"),
+            ("tests/emu/test_metal_tokens.py", "not apple-gpu"),
+        ],
+        kinds=frozenset(HOST_KINDS),
     ),
 }  # fmt: skip
 
@@ -182,6 +225,7 @@ KINDS = {
     "bound": mutate_bound,
     "scale": mutate_scale,
     "sign": mutate_sign,
+    **HOST_KINDS,
 }
 
 
@@ -200,9 +244,10 @@ def mutants_of(path: Path, kinds: list[str]) -> list[Mutant]:
 class Workplace:
     """A copy of the tree, in which one mutant at a time lives."""
 
-    def __init__(self, directory: Path, target: Target) -> None:
+    def __init__(self, directory: Path, target: Target, only_near: bool = False) -> None:
         self.directory = directory
         self.target = target
+        self.only_near = only_near
         for name in ("csrc", "tests", "rvllm", "scripts"):
             shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "setup.py"):
@@ -217,11 +262,12 @@ class Workplace:
             **os.environ,
             "PYTHONPATH": str(self.directory),
             "RVLLM_EMU_BUILD": str(self.directory / "build"),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer than most of the tests
         }
         options = {"cwd": self.directory, "env": env, "capture_output": True}
         if subprocess.run([sys.executable, self.target.build, variant], **options).returncode:
             return None
-        name = f"metal-{variant}" if self.target is TARGETS["metal"] else variant
+        name = f"metal-{variant}" if self.target.folder == "csrc/metal" else variant
         pytest = [sys.executable, "tests/emu/run_sanitized.py", name, "-x", "-q", "-p", "no:cacheprovider"]
         for path, choice in tests:
             try:
@@ -237,6 +283,12 @@ class Workplace:
         own = self.target.near.get(file)
         return [(path, f"{schedule} and ({own})" if own else schedule)]
 
+    def rest(self, file: str) -> list[tuple[str, str]]:
+        if not self.only_near:
+            return self.target.rest
+        own = self.target.near.get(file)
+        return [(self.target.kernels[0], f"not gpu and ({own})")] if own else []
+
     def survives(self, mutant: Mutant, variant: str) -> bool | None:
         path = self.directory / self.target.folder / mutant.file
         original = path.read_text()
@@ -245,7 +297,7 @@ class Workplace:
         path.write_text("\n".join(lines) + "\n")
         try:
             return self.passes(
-                variant, self.near(mutant.file) + (self.target.rest if variant == "plain" else [])
+                variant, self.near(mutant.file) + (self.rest(mutant.file) if variant == "plain" else [])
             )
         finally:
             path.write_text(original)
@@ -256,12 +308,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=list(TARGETS), default="cuda")
-    parser.add_argument("--kind", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument(
-        "--file", nargs="+", help="names of files in csrc/DEVICE (default: all with device code)"
-    )
+    parser.add_argument("--kind", nargs="+", choices=list(KINDS), help="(default: all of the device)")
+    parser.add_argument("--file", nargs="+", help="names of files of the device (default: all)")
     parser.add_argument("--sample", type=int, help="only so many, drawn at random")
+    parser.add_argument("--each", type=int, help="only so many of each file and kind, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--near",
+        action="store_true",
+        help="with the tests of a file's own operations alone, in all schedules",
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
 
@@ -269,22 +325,26 @@ def main() -> int:
     files = sorted(
         p
         for p in (ROOT / target.folder).iterdir()
-        if p.suffix in target.suffixes and p.name not in target.host_code
+        if p.suffix in target.suffixes and p.name not in target.others
     )
     if args.file:
         files = [p for p in files if p.name in args.file]
-    mutants = [m for path in files for m in mutants_of(path, args.kind)]
+    draw = random.Random(args.seed)
+    mutants = []
+    for path in files:
+        for kind in args.kind or sorted(target.kinds):
+            found = mutants_of(path, [kind])
+            mutants += draw.sample(found, min(args.each or len(found), len(found)))
     if args.sample and args.sample < len(mutants):
-        mutants = sorted(
-            random.Random(args.seed).sample(mutants, args.sample), key=lambda m: (m.file, m.line)
-        )
+        mutants = draw.sample(mutants, args.sample)
+    mutants.sort(key=lambda m: (m.file, m.line))
     if args.list:
         print(*mutants, sep="\n")
         return 0
 
     outcomes: dict[Mutant, bool | None] = {}
     with tempfile.TemporaryDirectory() as directory:
-        workplace = Workplace(Path(directory), target)
+        workplace = Workplace(Path(directory), target, args.near)
         for variant in ("plain", "tsan") if target.races else ("plain",):
             tried = [m for m in mutants if variant == "plain" or (m.kind == "barrier" and outcomes[m])]
             for file in sorted({m.file for m in tried}):
