@@ -18,9 +18,8 @@ constexpr int kRangeRows = 512;  // times tiles, for a thread at a time: all of 
 
 std::vector<ExpertRows> all_rows(Tensor x) { return {{0, 0, int(x.rows)}}; }
 
-QuantizedRows from_row(const QuantizedRows& x, int64_t row, int64_t row_blocks) {
-  const int64_t at = row * row_blocks;
-  return {x.q + at * kBlock, x.scale + at, x.scaled_sum + at, x.sum + at, x.half_sum + 2 * at};
+QuantizedRows from_row(const QuantizedRows& x, int64_t row) {
+  return {x.q + row * kBlock, x.scale + row, x.scaled_sum + row, x.sum + row, x.half_sum + 2 * row, x.rows};
 }
 
 }  // namespace
@@ -88,7 +87,7 @@ QuantizedRows CpuBackend::quantized_rows(int64_t rows, int64_t k) {
     sum_.resize(blocks);
     half_sum_.resize(2 * blocks);
   }
-  return {q_.data(), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data()};
+  return {q_.data(), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data(), rows};
 }
 
 void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {
@@ -145,7 +144,7 @@ void CpuBackend::multiply(Tensor out, Tensor x, const Weight& weight, const std:
       args.rows = group.count;
       args.x = x.row(group.first);
       args.x_stride = x.stride;
-      if (w.has_quantized) args.xq = from_row(xq, group.first, x.cols / kBlock);
+      if (w.has_quantized) args.xq = from_row(xq, group.first);
       args.bias = w.bias.empty() ? nullptr : w.bias.data() + group.expert * w.rows + part->first_row;
       args.out = out.row(group.first) + part->first_row;
       args.out_stride = out.stride;

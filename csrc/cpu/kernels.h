@@ -13,13 +13,17 @@
 
 namespace rvllm {
 
-// Activations as int8 with one scale for each block of 32 k: x = scale * q. K is a multiple of 32.
+// Activations as int8 with one scale for each block of 32 k: x = scale * q. K is a multiple of 32. Blocks of the same k
+// lie together: rows at a stride of K would share a few sets of the first-level cache.
 struct QuantizedRows {
-  int8_t* q;            // [T, K]
-  float* scale;         // [T, K / 32]
-  float* scaled_sum;    // [T, K / 32]      scale * sum of q over the block
-  int32_t* sum;         // [T, K / 32]
-  int32_t* half_sum;    // [T, K / 32, 2]   sums over 16
+  int8_t* q;            // [K / 32, T, 32]
+  float* scale;         // [K / 32, T]
+  float* scaled_sum;    // [K / 32, T]      scale * sum of q over the block
+  int32_t* sum;         // [K / 32, T]
+  int32_t* half_sum;    // [K / 32, T, 2]   sums over 16
+  int64_t rows;         // T
+
+  int64_t at(int64_t block, int64_t row) const { return block * rows + row; }
 };
 
 struct LinearArgs {
@@ -140,7 +144,7 @@ struct Kernels {
   // Adds a partition to the sum of those before it. arXiv:1805.02867
   void (*merge_partition)(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum);
 
-  // What is left of linear without unpacking and scales, for the ceiling of its rate: x [kRowBlock, 32 kMaxChunk] times
+  // What is left of linear without unpacking and scales, for the ceiling of its rate: x [kMaxChunk, kRowBlock, 32] times
   // a chunk of codes below 16, [kMaxChunk][kTileCodes]; out [kRowBlock, kTileCols].
   void (*dot_products)(const uint8_t* codes, const int8_t* x, float* out);
 };

@@ -122,7 +122,7 @@ void unpack(const uint8_t* p, int blocks, const Codebook* codebook, UnpackedChun
 }
 
 // The sum of one row of a tile after a block: low and high are dot products with its codes over all 32 k, or over the
-// first and the last 16 of a halved format. i: row and block in xq.
+// first and the last 16 of a halved format. i: block and row in xq.
 template <int Type>
 inline Vec accumulate(const BlockScales& s, IVec low, IVec high, const QuantizedRows& x, int64_t i, Vec sum) {
   constexpr PackedFormat f = kFormats[Type];
@@ -156,14 +156,14 @@ void multiply(const Blocks& tile, int first, int blocks, const LinearArgs& args,
   constexpr PackedFormat f = kFormats[Type];
   constexpr int kBits = f.is_signed() ? 8 : f.bits;
   constexpr int kDotGroups = f.is_halved() ? kGroups / 2 : kGroups;
-  const int64_t row_blocks = args.k / 32;
   Vec sum[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sum[r] = load(sums + r * kTileCols);
   for (int b = 0; b < blocks; ++b) {
-    const int8_t* a = args.xq.q + int64_t(row) * args.k + 32 * (first + b);
+    const int64_t at = args.xq.at(first + b, row);
+    const int8_t* a = args.xq.q + 32 * at;
     const auto dot = [&](int group0, IVec* out) {
-      dot_rows<kBits, kDotGroups, R>([&](int g) { return tile.group(b, group0 + g); }, a + 4 * group0, args.k, out);
+      dot_rows<kBits, kDotGroups, R>([&](int g) { return tile.group(b, group0 + g); }, a + 4 * group0, out);
     };
     IVec low[R], high[R];
     dot(0, low);
@@ -171,8 +171,7 @@ void multiply(const Blocks& tile, int first, int blocks, const LinearArgs& args,
     const BlockScales scales = tile.scales(b);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      sum[r] = accumulate<Type>(scales, low[r], f.is_halved() ? high[r] : low[r], args.xq,
-                                (row + r) * row_blocks + first + b, sum[r]);
+      sum[r] = accumulate<Type>(scales, low[r], f.is_halved() ? high[r] : low[r], args.xq, at + r, sum[r]);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) store(sums + r * kTileCols, sum[r]);
@@ -191,11 +190,13 @@ inline void finish_tile(const LinearArgs& args, int tile, int row, int rows, con
   const int n0 = tile * kTileCols;
   const int cols = args.n - n0 < kTileCols ? args.n - n0 : kTileCols;
   for (int r = 0; r < rows; ++r) {
-    float* out = args.out + (row + r) * args.out_stride + n0;
-    for (int c = 0; c < cols; ++c) {
-      const float y = sums[r * kTileCols + c];
-      out[c] = args.bias ? y + args.bias[n0 + c] : y;
+    float* const out = args.out + (row + r) * args.out_stride + n0;
+    const float* const y = sums + r * kTileCols;
+    if (cols == kTileCols) {
+      store(out, args.bias ? add(load(y), load(args.bias + n0)) : load(y));
+      continue;
     }
+    for (int c = 0; c < cols; ++c) out[c] = args.bias ? y[c] + args.bias[n0 + c] : y[c];
   }
 }
 
@@ -239,7 +240,6 @@ void linear_quantized(const LinearArgs& args, int begin, int end) {
 }
 
 inline void dot_products(const uint8_t* codes, const int8_t* x, float* out) {
-  constexpr int kIn = 32 * kMaxChunk;
   for (int row = 0; row < kRowBlock; row += kRows) {
     IVec sum[kRows];
 #pragma GCC unroll 8
@@ -247,7 +247,7 @@ inline void dot_products(const uint8_t* codes, const int8_t* x, float* out) {
     for (int b = 0; b < kMaxChunk; ++b) {
       IVec dot[kRows];
       const auto group = [&](int g) { return bload(codes + b * kTileCodes + 64 * g); };
-      dot_rows<4, kGroups, kRows>(group, x + row * kIn + 32 * b, kIn, dot);
+      dot_rows<4, kGroups, kRows>(group, x + 32 * (b * kRowBlock + row), dot);
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; ++r) sum[r] = iadd(sum[r], dot[r]);
     }
@@ -327,14 +327,14 @@ inline void quantize_rows(const float* x, int64_t x_stride, int k, const Quantiz
       const Vec low = load(p), high = load(p + 16);
       const float largest = reduce_max_abs(low, high);
       const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
-      int8_t* q = out.q + int64_t(t) * k + 32 * b;
+      const int64_t at = out.at(b, t);
+      int8_t* const q = out.q + 32 * at;
       // The bounds only matter for infinities and NaN, which have no integer: the scale passes them on.
       const auto codes = [&](Vec v) { return min(max(round(mul(v, set1(inverse))), set1(-127.0f)), set1(127.0f)); };
       const Vec low_codes = codes(low), high_codes = codes(high);
       store_i8(q, low_codes);
       store_i8(q + 16, high_codes);
       const int32_t sum[2] = {int32_t(reduce_add(low_codes)), int32_t(reduce_add(high_codes))};  // exact
-      const int64_t at = int64_t(t) * row_blocks + b;
       out.scale[at] = largest <= 3.40282347e38f ? largest / 127.0f : __builtin_nanf("");
       out.sum[at] = sum[0] + sum[1];
       out.half_sum[2 * at] = sum[0];

@@ -146,11 +146,12 @@ struct Quantized {
   std::vector<int8_t> q;
   std::vector<float> scale, scaled_sum;
   std::vector<int32_t> sum, half_sum;
+  int64_t rows;
 
   Quantized(int64_t rows, int64_t k)
       : q(output<int8_t>(rows * k)), scale(output(rows * k / 32)), scaled_sum(output(rows * k / 32)),
-        sum(output<int32_t>(rows * k / 32)), half_sum(output<int32_t>(rows * k / 16)) {}
-  QuantizedRows view() { return {q.data(), scale.data(), scaled_sum.data(), sum.data(), half_sum.data()}; }
+        sum(output<int32_t>(rows * k / 32)), half_sum(output<int32_t>(rows * k / 16)), rows(rows) {}
+  QuantizedRows view() { return {q.data(), scale.data(), scaled_sum.data(), sum.data(), half_sum.data(), rows}; }
 };
 
 void test_linear_kernels();

@@ -21,13 +21,14 @@ constexpr int kTilesInFlight = 4;
 constexpr int kLeastTileRows = 6;  // a tile costs about as much as VNNI takes for this many rows
 
 // dots[i] = 16 rows of a, from k = i * Depth on, times the codes of these k; for i < count, all in flight together.
+// stride: from one block of 32 k of a to the next.
 template <int Depth>
 inline void dot_tiles(const uint8_t* codes, const int8_t* a, int64_t stride, int count, int32_t (*dots)[256]) {
   constexpr int kCodes = kTileCols * Depth;
   const auto start = [&](auto i) {
     constexpr int kTile = decltype(i)::value, kA = 4 + kTile % 2, kB = 6 + kTile % 2;
     if (kTile >= count) return;
-    tile_load<kA>(a + kTile * Depth, stride);
+    tile_load<kA>(a + kTile * Depth / 32 * stride + kTile * Depth % 32, 32);
     tile_load<kB>(codes + kTile * kCodes, 64);
     tile_zero<kTile>();
     tile_dot<kTile, kA, kB>();
@@ -54,7 +55,6 @@ int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearAr
   const int done = rows % kTileRows >= kLeastTileRows ? rows : rows - rows % kTileRows;
   const int groups = (blocks + kGroup - 1) / kGroup;
   const int steps = (done + kTileRows - 1) / kTileRows * groups;
-  const int64_t row_blocks = args.k / 32;
   alignas(64) int32_t dots[2][kTilesInFlight][kTileRows * kTileCols];
 
   const auto first_row = [&](int step) {  // of the tile, from `row` on
@@ -64,8 +64,8 @@ int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearAr
   const auto multiply_step = [&](int step) {
     const int b = step % groups * kGroup;
     const int count = blocks - b < kGroup ? (blocks - b) * 32 / kDepth : kTilesInFlight;
-    dot_tiles<kDepth>(u.codes[b], args.xq.q + int64_t(row + first_row(step)) * args.k + 32 * (first + b), args.k, count,
-                      dots[step % 2]);
+    dot_tiles<kDepth>(u.codes[b], args.xq.q + 32 * args.xq.at(first + b, row + first_row(step)), 32 * args.xq.rows,
+                      count, dots[step % 2]);
   };
   const auto scale_step = [&](int step) {
     const int b0 = step % groups * kGroup, tile_row = first_row(step);
@@ -83,7 +83,7 @@ int multiply_tiles(const UnpackedChunk& u, int first, int blocks, const LinearAr
           dot += kTileRows * kTileCols;
         }
         const BlockScales scales = UnpackedBlocks<Type>{u}.scales(b);
-        sum = accumulate<Type>(scales, low, high, args.xq, (row + tile_row + r) * row_blocks + first + b, sum);
+        sum = accumulate<Type>(scales, low, high, args.xq, args.xq.at(first + b, row + tile_row + r), sum);
       }
       store(at, sum);
     }
@@ -106,7 +106,6 @@ void linear_tiles(const LinearArgs& args, int begin, int end) {
 }
 
 void dot_products_by_tiles(const uint8_t* codes, const int8_t* x, float* out) {
-  constexpr int kIn = 32 * kMaxChunk;
   alignas(64) int32_t dots[kRowBlock * kTileCols];
   use_tiles(32);
   tile_zero<0>();
@@ -114,15 +113,15 @@ void dot_products_by_tiles(const uint8_t* codes, const int8_t* x, float* out) {
   tile_zero<2>();
   tile_zero<3>();
   for (int b = 0; b < kMaxChunk; ++b) {
-    const int8_t* a = x + 32 * b;
+    const int8_t* a = x + 32 * kRowBlock * b;
     tile_load<6>(codes + b * kTileCodes, 64);
-    tile_load<4>(a, kIn);
+    tile_load<4>(a, 32);
     tile_dot<0, 4, 6>();
-    tile_load<5>(a + 16 * kIn, kIn);
+    tile_load<5>(a + 32 * 16, 32);
     tile_dot<1, 5, 6>();
-    tile_load<4>(a + 32 * kIn, kIn);
+    tile_load<4>(a + 32 * 32, 32);
     tile_dot<2, 4, 6>();
-    tile_load<5>(a + 48 * kIn, kIn);
+    tile_load<5>(a + 32 * 48, 32);
     tile_dot<3, 5, 6>();
   }
   tile_store<0>(dots, 64);

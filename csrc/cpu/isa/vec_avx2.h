@@ -163,7 +163,7 @@ inline __m256i in_order(__m256i a) {
 // Unsigned codes times signed activations: maddubs adds pairs in 16 bits, which hold the sums of `kWiden` groups
 // (2 x 127 x largest code each) before they must be widened to 32.
 template <int Bits, int Groups, int R, class Group>
-inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
+inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
   constexpr int kWiden = Bits <= 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
   constexpr int kSpan = kWiden < Groups ? kWiden : Groups;
   const __m256i ones = _mm256_set1_epi16(1);
@@ -179,7 +179,7 @@ inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* 
       const Bytes w = group(g);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const __m256i x = broadcast4(a + r * stride + 4 * g);
+        const __m256i x = broadcast4(a + 32 * r + 4 * g);
         if (Bits == 8) {  // signed: |w| times x with w's sign; 2 x 128 x 127 still fits 16 bits
           lo[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x, w.lo));
           hi[r] = _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x, w.hi));

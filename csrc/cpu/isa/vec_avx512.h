@@ -102,7 +102,7 @@ inline Bytes field(Bytes a, int from, int width, int to) {
 }
 
 template <int Bits, int Groups, int R, class Group>
-inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
+inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
   constexpr int kChains = R >= 4 ? 1 : 4 / R;  // independent sums, to hide the latency of vpdpbusd when rows are few
   __m512i sum[kChains][R];
 #pragma GCC unroll 8
@@ -114,7 +114,7 @@ inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* 
     const __m512i w = group(g);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-      sum[g % kChains][r] = _mm512_dpbusd_epi32(sum[g % kChains][r], w, broadcast4(a + r * stride + 4 * g));
+      sum[g % kChains][r] = _mm512_dpbusd_epi32(sum[g % kChains][r], w, broadcast4(a + 32 * r + 4 * g));
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {

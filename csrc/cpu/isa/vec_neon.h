@@ -153,14 +153,14 @@ inline void dot_group(Bytes codes, const int8x16_t* x, IVec* out) {
 }
 
 template <int Bits, int Groups, int R, class Group>
-inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
+inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) out[r] = iset1(0);
 #pragma GCC unroll 8
   for (int g = 0; g < Groups; g += 4) {
     int8x16_t x[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) x[r] = vld1q_s8(a + r * stride + 4 * g);
+    for (int r = 0; r < R; ++r) x[r] = vld1q_s8(a + 32 * r + 4 * g);
     dot_group<0, R>(group(g), x, out);
     dot_group<1, R>(group(g + 1), x, out);
     dot_group<2, R>(group(g + 2), x, out);

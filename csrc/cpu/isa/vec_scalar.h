@@ -186,10 +186,10 @@ inline Bytes look_up(Bytes table, Bytes codes) {
   return codes;
 }
 
-// out[r].lane c = sum over the groups of 4 k: group(g)[c][i] * a[r * stride + 4 * g + i].
+// out[r].lane c = sum over the groups of 4 k: group(g)[c][i] * a[32 * r + 4 * g + i].
 // Codes of 8 bits are signed (unsigned where kByteOffset is not 0), smaller ones unsigned.
 template <int Bits, int Groups, int R, class Group>
-inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* out) {
+inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
   for (int r = 0; r < R; ++r) out[r] = iset1(0);
   for (int g = 0; g < Groups; ++g) {
     const Bytes codes = group(g);
@@ -197,7 +197,7 @@ inline void dot_rows(const Group& group, const int8_t* a, int64_t stride, IVec* 
       for (int c = 0; c < 16; ++c)
         for (int i = 0; i < 4; ++i) {
           const uint8_t code = codes.v[4 * c + i];
-          out[r].v[c] += (Bits == 8 ? int(int8_t(code)) : int(code)) * a[r * stride + 4 * g + i];
+          out[r].v[c] += (Bits == 8 ? int(int8_t(code)) : int(code)) * a[32 * r + 4 * g + i];
         }
   }
 }
