@@ -10,6 +10,8 @@ from rvllm.structured_output import StructuredOutput
 MAX_TOOLS = 128
 MAX_PARALLEL_CALLS = 8  # of forced ones: a small model might go on for ever
 
+_ELSEWHERE = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf"})  # where a schema may name its properties
+
 Tool = Mapping[str, Any]
 
 
@@ -30,6 +32,9 @@ def tool_names(tools: Sequence[Tool]) -> list[str]:
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise ValueError(f"tools.{i}.function.parameters must be a JSON schema")
+        kind = (parameters or {}).get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise ValueError(f"tools.{i}.function.parameters must be of type 'object', got {kind!r:.100}")
         names.append(name)
     return names
 
@@ -51,7 +56,8 @@ def forced_calls(
         if name not in (None, tool_name):
             continue
         # The parameters' own references count from their own root.
-        definitions[str(i)] = _moved(parameters(tool), f"#/$defs/{i}")
+        schema = {key: value for key, value in parameters(tool).items() if key != "$id"}
+        definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
         properties = {"name": {"const": tool_name}, "arguments": {"$ref": f"#/$defs/{i}"}}
         calls.append(
             {
@@ -61,10 +67,10 @@ def forced_calls(
                 "additionalProperties": False,
             }
         )
-    schema: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    answer: dict[str, Any] = calls[0] if len(calls) == 1 else {"anyOf": calls}
     if name is None and parallel:
-        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": MAX_PARALLEL_CALLS}
-    return StructuredOutput(json_schema={**schema, "$defs": definitions}, after=after or None)
+        answer = {"type": "array", "items": answer, "minItems": 1, "maxItems": MAX_PARALLEL_CALLS}
+    return StructuredOutput(json_schema={**answer, "$defs": definitions}, after=after or None)
 
 
 def check_tools(tools: Sequence[Tool]) -> list[str]:
@@ -76,9 +82,11 @@ def check_tools(tools: Sequence[Tool]) -> list[str]:
 
 
 def parameters(tool: Tool) -> Mapping[str, Any]:
-    """The JSON schema of a tool's arguments; without one of its own it takes none."""
+    """The JSON schema of a tool's arguments, which are those that it names; without one of its own it takes none."""
     schema = tool["function"].get("parameters") or {}
-    return {"type": "object", "properties": {}, "additionalProperties": False, **schema}
+    is_closed = not _ELSEWHERE & schema.keys() and ("properties" in schema or "required" not in schema)
+    closed = {"properties": {}, "additionalProperties": False} if is_closed else {}
+    return {**closed, **schema, "type": "object"}
 
 
 def _moved(schema: Any, root: str) -> Any:

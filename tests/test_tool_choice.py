@@ -63,6 +63,28 @@ def test_references_count_from_the_tool() -> None:
     assert not matches(output, '{"name": "now", "arguments": {}}')
 
 
+NESTED = {"A": {"properties": {"n": {"$ref": "#/$defs/B"}}, "required": ["n"]}, "B": {"enum": [1, 2]}}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"$ref": "#/$defs/A", "$defs": NESTED},
+        {"$id": "https://example.org/f", "$ref": "#/$defs/A", "$defs": NESTED},
+        {"type": "object", "anyOf": [{"$ref": "#/$defs/A"}], "$defs": NESTED},
+        {"allOf": [{"$ref": "#/$defs/A"}], "$defs": NESTED},
+        {"type": ["object", "null"], "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
+        {"type": "object", "required": ["n"]},
+    ],
+    ids=lambda parameters: next(iter(parameters)),
+)
+def test_properties_may_be_named_elsewhere(parameters: dict[str, Any]) -> None:
+    output = forced_calls([tool("f", parameters)], "f")
+    assert matches(output, '{"name": "f", "arguments": {"n": 1}}')
+    assert not matches(output, '{"name": "f", "arguments": {}}')
+    assert not matches(output, '{"name": "f", "arguments": null}')
+
+
 def test_behind_thoughts() -> None:
     output = forced_calls([tool("now")], "now", after="</think>")
     assert matches(output, 'Which? </think>{"name": "now", "arguments": {}}')
@@ -78,6 +100,7 @@ def test_behind_thoughts() -> None:
         ([{"type": "browser", "function": {"name": "f"}}], None, r"tools\.0 must be of type 'function'"),
         ([tool("")], None, r"tools\.0\.function\.name must be a text"),
         ([{"function": {"name": "f", "parameters": 3}}], None, r"tools\.0\.function\.parameters must be a JSON schema"),
+        ([tool("f", {"type": "string"})], None, r"tools\.0\.function\.parameters must be of type 'object', got 'str"),
         ([tool(f"f{i}") for i in range(200)], None, "tools has 200 entries, at most 128"),
     ],
 )  # fmt: skip
