@@ -194,6 +194,8 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"json": False, "disable_any_whitespace": False}}, "structured_outputs"),
         ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
     ],
 )
 def test_a_bad_field_is_named(server: TinyServer, fields: dict[str, Any], param: str) -> None:

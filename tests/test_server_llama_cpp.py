@@ -123,7 +123,8 @@ def test_response_fields_choose(server: TinyServer) -> None:
      ({"prompt": {"prompt_string": "x"}}, "prompt"), ({"prompt": []}, "prompt"),
      ({"logit_bias": [[1, 2, 3]]}, "logit_bias"), ({"logit_bias": [[1]]}, "logit_bias"),
      ({"logit_bias": [[1.5, 2]]}, "logit_bias"), ({"logit_bias": {"9" * 20: 1}}, "logit_bias"),
-     ({"post_sampling_probs": True}, "post_sampling_probs"), ({"prompt": [1, None]}, "prompt")],
+     ({"post_sampling_probs": True}, "post_sampling_probs"), ({"prompt": [1, None]}, "prompt"),
+     ({"n_cmpl": 0}, "n_cmpl"), ({"repeat_penalty": -1.0}, "repeat_penalty")],
 )  # fmt: skip
 def test_what_is_not_offered_is_named(server: TinyServer, fields: dict[str, Any], param: str) -> None:
     error = server.refused(PATH, **{"prompt": "x", "n_predict": 2, **fields})

@@ -155,6 +155,8 @@ def test_responses_take_items_tools_and_logprobs(client: openai.OpenAI) -> None:
             "tools",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"input": []}, "input"),
     ],
 )
 def test_what_responses_do_not_offer_is_named(

@@ -180,12 +180,12 @@ def test_text_and_ids_have_the_same_vector(server: TinyServer) -> None:
     ("fields", "param"),
     [({"encoding_format": "int8"}, "encoding_format"), ({"dimensions": 8}, "dimensions"),
      ({"dimensions": 10**6}, "dimensions"),
-     ({"input": []}, None), ({"input": ""}, None), ({"input": None}, "input"), ({"input": ["a", 1]}, "input"),
-     ({"input": "x" * 600}, None), ({"input": ["x"] * 2049}, "input"), ({"input": [260]}, None)],
+     ({"input": []}, "input"), ({"input": ""}, "input"), ({"input": None}, "input"), ({"input": ["a", 1]}, "input"),
+     ({"input": "x" * 600}, "input"), ({"input": "x" * 60000}, "input"), ({"input": ["x"] * 2049}, "input"),
+     ({"input": [260]}, "input")],
 )  # fmt: skip
-def test_bad_inputs_are_refused(server: TinyServer, fields: dict[str, Any], param: str | None) -> None:
-    error = server.refused("/v1/embeddings", **{"input": "x", **fields})
-    assert param is None or error["param"] == param
+def test_bad_inputs_are_refused(server: TinyServer, fields: dict[str, Any], param: str) -> None:
+    assert server.refused("/v1/embeddings", **{"input": "x", **fields})["param"] == param
     assert server.ok("/v1/embeddings", input="x", dimensions=64, user="me")["data"]
 
 

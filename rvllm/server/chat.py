@@ -44,6 +44,7 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
         "verbosity": (),
         "web_search_options": (),
     }
+    NAMES: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
     NO_EFFECT: ClassVar[frozenset[str]] = OpenAIFields.NO_EFFECT | {"store"}
 
     messages: Items[Message]

@@ -50,11 +50,11 @@ async def create_embeddings(
     if not 1 <= len(prompts) <= MAX_INPUTS:
         raise bad_request(f"input must hold 1 to {MAX_INPUTS} entries, got {len(prompts)}", "input")
     for prompt in prompts:
-        model.check_length(prompt)
+        model.check_length(prompt, "input")
     try:
         embeddings = await while_connected(request, model.engine.embed(prompts))
     except (ValueError, RuntimeError) as error:
-        raise refusal(request, error) from error
+        raise refusal(request, error).renamed("prompt", "input") from error
     if body.dimensions is not None and body.dimensions != len(embeddings[0][0]):
         raise unsupported("dimensions", f"the model's vectors have {len(embeddings[0][0])}")
     encode = _base64 if body.encoding_format == "base64" else list

@@ -67,6 +67,12 @@ class APIError(Exception):
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, dict(self.headers or {}))
 
+    def renamed(self, name: str, own: str) -> APIError:
+        """The same for an API that calls the field `name` its own way."""
+        if self.param != name:
+            return self
+        return APIError(self.status, self.message.replace(name, own, 1), own, self.code, self.headers)
+
 
 class ClientGoneError(Exception):
     """The client has hung up while its request ran."""

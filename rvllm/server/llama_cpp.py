@@ -52,6 +52,7 @@ class LlamaCompletionRequest(SamplingFields):
         "samplers": (),
         "sse_ping_interval": (),
     }
+    NAMES: ClassVar[Mapping[str, str]] = {"n": "n_cmpl", "repetition_penalty": "repeat_penalty"}
     # Each only matters with another field, which is refused.
     NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT | {
         "dry_allowed_length",

@@ -70,6 +70,7 @@ class ResponsesRequest(SamplingFields):
         ),
         **dict.fromkeys(("response_format", "timings_per_token"), ()),
     }
+    NAMES: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
     NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT - {"metadata", "user"}
 
     input: Annotated[str | Items[dict[str, Any]], one_of("a string or a list of items")]

@@ -24,7 +24,7 @@ def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, 
         return [*messages, Message(role="user", content=items)]
     reasoning: str | None = None
     for i, item in enumerate(items):
-        kind = item.get("type", "message")
+        kind = "message" if item.get("type") is None else item["type"]
         if kind == "reasoning":
             reasoning = _text(f"input.{i}", item)
             continue
@@ -37,6 +37,8 @@ def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, 
             messages[-1].tool_calls.extend(message.tool_calls)  # calls of one turn
         else:
             messages.append(message)
+    if not messages:
+        raise bad_request("input must hold at least one message", "input")
     return messages
 
 

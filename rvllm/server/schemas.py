@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import PydanticCustomError, from_json
 
 from rvllm.sampling_params import SamplingParams
-from rvllm.server.errors import bad_request, from_validation_error, from_value_error, unsupported
+from rvllm.server.errors import APIError, bad_request, from_validation_error, from_value_error, unsupported
 from rvllm.server.security import read_body
 
 logger = logging.getLogger(__name__)
@@ -184,6 +184,8 @@ class SamplingFields(APIRequest):
         **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0, 0.0)),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     }
+    # What this API calls fields of SamplingParams.
+    NAMES: ClassVar[Mapping[str, str]] = {}
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
     )
@@ -222,11 +224,17 @@ class SamplingFields(APIRequest):
         given = {name: value for name, value in values.items() if value is not None}
         for name in ("logprobs", "prompt_logprobs"):
             if given.get(name, 0) > MAX_LOGPROBS:
-                raise bad_request(f"{name} must be at most {MAX_LOGPROBS}, got {given[name]}", name)
+                problem = bad_request(f"{name} must be at most {MAX_LOGPROBS}, got {given[name]}", name)
+                raise self._renamed(problem)
         try:
             return SamplingParams(max_tokens=max_tokens, **given)
         except ValueError as error:
-            raise from_value_error(error) from None
+            raise self._renamed(from_value_error(error)) from None
+
+    def _renamed(self, problem: APIError) -> APIError:
+        name = problem.param or ""
+        own = self.NAMES.get(name, name)
+        return problem if getattr(self, own, None) is None else problem.renamed(name, own)
 
     def token_limit(self, default: int | None, fields: Mapping[str, int | None]) -> int | None:
         """The one limit on the answer's tokens, whatever its name; None for no limit, as n_predict -1 asks for.

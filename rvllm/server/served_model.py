@@ -87,7 +87,8 @@ class ServedModel:
             raise bad_request(
                 f"the {field} has {num_characters} characters, more than max_model_len {self.max_model_len} tokens can "
                 "hold",
-                code="context_length_exceeded",
+                field,
+                "context_length_exceeded",
             )
 
 
