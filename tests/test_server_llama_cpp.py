@@ -110,8 +110,11 @@ def test_stopping(server: TinyServer) -> None:
 
 
 def test_response_fields_choose(server: TinyServer) -> None:
-    answer = server.ok(PATH, prompt="x", n_predict=1, response_fields=["content", "timings", "nope"])
-    assert answer.keys() == {"content", "timings"}
+    fields = ["content", "timings", "generation_settings/n_predict", "nope", "timings/nope", "content/a", "a/b"]
+    answer = server.ok(PATH, prompt="x", n_predict=1, response_fields=fields)
+    assert answer.keys() == {"content", "timings", "generation_settings/n_predict"}
+    assert answer["generation_settings/n_predict"] == 1
+    assert "generation_settings" in server.ok(PATH, prompt="x", n_predict=1, response_fields=[])
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,7 @@ def test_response_fields_choose(server: TinyServer) -> None:
      ({"logit_bias": [[1, 2, 3]]}, "logit_bias"), ({"logit_bias": [[1]]}, "logit_bias"),
      ({"logit_bias": [[1.5, 2]]}, "logit_bias"), ({"logit_bias": {"9" * 20: 1}}, "logit_bias"),
      ({"post_sampling_probs": True}, "post_sampling_probs"), ({"prompt": [1, None]}, "prompt"),
+     ({"image_data": [{"data": "x", "id": 1}]}, "image_data"), ({"grammar_lazy": True}, "grammar_lazy"),
      ({"n_cmpl": 0}, "n_cmpl"), ({"repeat_penalty": -1.0}, "repeat_penalty")],
 )  # fmt: skip
 def test_what_is_not_offered_is_named(server: TinyServer, fields: dict[str, Any], param: str) -> None:
@@ -161,6 +165,8 @@ def test_tokenize_and_back(server: TinyServer) -> None:
     pieces = server.ok("/tokenize", content="ab", with_pieces=True, return_token_strs=True)
     assert pieces["tokens"] == [{"id": 65 + 32, "piece": "a"}, {"id": 66 + 32, "piece": "b"}]
     assert pieces["token_strs"] == ["a", "b"]
+    split = server.ok("/tokenize", content="\xe9", with_pieces=True)["tokens"]
+    assert [token["piece"] for token in split] == [[0xC3], [0xA9]]
     assert (
         server.ok("/tokenize", content="")["tokens"] == server.ok("/detokenize", tokens=[])["content"].split()
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -42,7 +42,10 @@ class LlamaCompletionRequest(SamplingFields):
         **SamplingFields.UNSUPPORTED,
         "adaptive_target": (-1, -1.0),
         "dynatemp_range": (0, 0.0),
+        "grammar_lazy": (False,),
         "id_slot": (-1,),
+        "image_data": ([],),
+        "n_indent": (0,),
         "lora": ([],),
         "prompt_logprobs": (),
         "response_format": (),
@@ -144,6 +147,19 @@ def _join(parts: Any, model: ServedModel) -> list[int]:
     return ids
 
 
+def _chosen(answer: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """The parts at paths such as generation_settings/n_predict, as far as they are there."""
+    chosen = {}
+    for path in paths:
+        *groups, name = path.split("/")
+        part: Any = answer
+        for group in groups:
+            part = part.get(group) if isinstance(part, dict) else None
+        if isinstance(part, dict) and name in part:
+            chosen[path] = part[name]
+    return chosen
+
+
 @router.post("/completion", openapi_extra=body_schema(LlamaCompletionRequest))
 async def create_llama_completion(
     request: Request,
@@ -235,9 +251,7 @@ class LlamaAnswer:
             "timings": self.generation.timings(i),
             **({} if hides else self._probabilities(completion)),
         }
-        if self.body.response_fields is None:
-            return final
-        return {name: final[name] for name in self.body.response_fields if name in final}
+        return _chosen(final, self.body.response_fields) if self.body.response_fields else final
 
     def _prompt(self, output: RequestOutput) -> str:
         if output.prompt is not None:

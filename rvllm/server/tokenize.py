@@ -61,12 +61,20 @@ def _answer(body: TokenizeRequest, model: ServedModel, ids: list[int]) -> dict[s
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len}
     if not (body.with_pieces or body.return_token_strs):
         return answer
-    pieces = [model.tokenizer.token_text(token_id) for token_id in ids]
     if body.with_pieces:
-        answer["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
+        answer["tokens"] = [{"id": token_id, "piece": _piece(model, token_id)} for token_id in ids]
     if body.return_token_strs:
-        answer["token_strs"] = pieces
+        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in ids]
     return answer
+
+
+def _piece(model: ServedModel, token_id: int) -> str | list[int]:
+    """As llama.cpp has it: the bytes of a token that is no whole characters."""
+    piece = model.tokenizer.token_bytes(token_id, special=True)
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
 
 
 def _chat_ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
