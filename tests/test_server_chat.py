@@ -123,6 +123,10 @@ def test_parts_developers_and_tool_calls_become_what_templates_expect(server: Ti
     assert prompt_of(server, messages=[{"role": "developer", "content": parts}]).startswith(
         "<|im_start|>system\na\nb<|im_end|>"
     )
+    refusal = [{"type": "refusal", "refusal": "No."}]
+    assert "assistant\nNo.<|im_end|>" in prompt_of(
+        server, messages=[*HI, {"role": "assistant", "content": refusal, "function_call": None}]
+    )
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Bern"}'}}
     messages = [
         *HI,
@@ -165,6 +169,8 @@ def test_a_conversation_that_ends_with_the_assistant(server: TinyServer) -> None
          "messages.0.tool_calls.0.function.arguments"),
         ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
          "messages.0.tool_calls.0.function.name"),
+        ([{"role": "assistant", "content": [{"type": "refusal"}]}], "messages.0.content.0.refusal"),
+        ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "messages.0.function_call"),
     ],
 )  # fmt: skip
 def test_bad_messages_are_named(server: TinyServer, messages: object, param: str) -> None:
@@ -177,6 +183,7 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"documents": [{"text": "x"}]}, "documents"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"audio": {}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),

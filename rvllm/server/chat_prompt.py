@@ -101,6 +101,8 @@ def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: An
     if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
     model.check_size(_num_characters([plain, arguments]))
+    if arguments.get("documents") and "documents" not in template.source:
+        raise unsupported("documents", "the model's chat template has no place for them")
     try:
         return template.encode_chat(model.tokenizer, plain, **arguments)
     except ValueError as error:

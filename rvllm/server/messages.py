@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rvllm.server.errors import bad_request
+from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.schemas import Items, one_of
 
 
@@ -17,6 +17,7 @@ class ContentPart(BaseModel):
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Function(BaseModel):
@@ -72,7 +73,10 @@ def template_message(where: str, message: Message) -> dict[str, Any]:
             }
             for i, call in enumerate(message.tool_calls)
         ]
-    return plain | {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    if "function_call" in extra:
+        raise unsupported(f"{where}.function_call", "use tool_calls")
+    return plain | extra
 
 
 def _content_text(where: str, message: Message) -> str:
@@ -90,9 +94,11 @@ def _content_text(where: str, message: Message) -> str:
                 f"{where}.content.{i}.type",
                 "unsupported_parameter",
             )
-        if part.text is None:
-            raise bad_request(f"{where}.content.{i}.text is missing", f"{where}.content.{i}.text")
-        texts.append(part.text)
+        name = "refusal" if part.type == "refusal" else "text"
+        text = getattr(part, name)
+        if text is None:
+            raise bad_request(f"{where}.content.{i}.{name} is missing", f"{where}.content.{i}.{name}")
+        texts.append(text)
     return "\n".join(texts)
 
 
