@@ -18,6 +18,7 @@ from cli_run import Run
 from tiny_gguf import write_tiny_model
 
 from rvllm import LLM, SamplingParams, __version__
+from rvllm.cli import main
 from rvllm.cli.arguments import size
 from rvllm.model_runner import ModelRunner
 from rvllm.request import Request, SampledToken
@@ -335,6 +336,21 @@ def test_version_and_help() -> None:
             "usage: rvllm"
             in subprocess.run(command(*argv), capture_output=True, text=True, check=True).stdout
         )
+
+
+def test_a_word_that_several_commands_begin_with_has_help_and_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["ray", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and {line.split()[0] for line in lines if line.startswith("    ")} >= {
+        "batch",
+        "serve",
+    }
+    for argv in (["ray"], ["ray", "nope"]):
+        run = Run(capsys, *argv)
+        assert run.status == 2 and run.err.endswith("(see rvllm ray --help)\n")
 
 
 def test_help_imports_nothing_slow() -> None:

@@ -67,7 +67,18 @@ def make_parser() -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.set_defaults(run=module.run)
+    for name in {name.partition(" ")[0] for name in COMMANDS} - COMMANDS.keys():
+        _add_group(commands, name)
     return parser
+
+
+def _add_group(commands: argparse._SubParsersAction[_Parser], first: str) -> None:
+    """A word that is no command by itself: it only tells which there are."""
+    group = commands.add_parser(first, allow_abbrev=False)
+    seconds = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        if name.startswith(f"{first} "):
+            seconds.add_parser(name.partition(" ")[2], help=module.HELP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
