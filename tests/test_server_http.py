@@ -49,6 +49,18 @@ def make_server(llm: LLM, **settings: Any) -> closing[TinyServer]:
 # Keys and origins
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "\u00e0", "\U0001f511", "\udcff", " blank "], ids=ascii)
+def test_keys_that_are_not_ascii(llm: LLM, key: str) -> None:
+    sent = key.encode("utf-8", "surrogateescape")
+    with make_server(llm, api_keys=(key,)) as server:
+        for value, status in ((sent, 200), (sent[:-1] + b"x", 401), (b"\xc3" + sent, 401)):
+            for headers in ({"Authorization": b"Bearer " + value}, {"X-Api-Key": value}):
+                assert server.request("GET", "/v1/models", headers=headers).status_code == status
+        if key == "schl\u00fcssel":
+            latin = {"X-Api-Key": key.encode("latin-1")}
+            assert server.request("GET", "/v1/models", headers=latin).status_code == 200
+
+
 def test_only_a_valid_key_opens_the_apis(llm: LLM) -> None:
     with make_server(llm, api_keys=("first-key", "second-key")) as server:
         good = [

@@ -39,7 +39,7 @@ class Guard:
         self, app: ASGIApp, api_keys: Iterable[str], origins: Sequence[str], open_paths: Iterable[str]
     ) -> None:
         self.app = app
-        self._keys = [sha256(key.encode()).digest() for key in api_keys]
+        self._keys = [sha256(key.strip().encode("utf-8", "surrogateescape")).digest() for key in api_keys]
         self._origins = origins
         self._hosts = {_host_name(urlsplit(origin).netloc) for origin in origins}
         self._open_paths = OPEN_PATHS | frozenset(open_paths)
@@ -89,9 +89,10 @@ class Guard:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get("x-api-key", "")
-        digest = sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        # Headers are read as Latin-1, in which some clients write them; others write UTF-8.
+        sent = [sha256(key.strip(" \t").encode(encoding)).digest() for encoding in ("latin-1", "utf-8")]
         # Every key is compared, each in constant time: how long it takes tells nothing.
-        return sum(hmac.compare_digest(digest, known) for known in self._keys) > 0
+        return sum(hmac.compare_digest(known, digest) for known in self._keys for digest in sent) > 0
 
 
 def _host_name(host: str) -> str:
