@@ -160,6 +160,7 @@ def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], model: Pa
      (["--max-queue", "-1"], "--max-queue"), (["--api-key", ""], "--api-key"),
      (["--max-body-size", "0"], "--max-body-size"), (["--chat-template", "nope.jinja"], "chatml"),
      (["a", "-m", "b"], "MODEL"), (["--drain-timeout", "-1"], "--drain-timeout"),
+     (["--served-model-name", ""], "--served-model-name"),
      (["--log-file", "/nope/log"], "/nope/log")],
 )  # fmt: skip
 def test_bad_options_are_one_line(

@@ -98,6 +98,8 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         raise CommandError(f"--timeout must be more than 0, not {args.timeout:g}")
     if args.max_body_size < 1:
         raise CommandError(f"--max-body-size must be at least 1, not {args.max_body_size}")
+    if "" in (args.served_model_name or ()):
+        raise CommandError("--served-model-name must not be empty")
     keys = args.api_key or [key for key in [os.environ.get("RVLLM_API_KEY")] if key]
     if not all(key.strip() for key in keys):
         raise CommandError("--api-key must not be empty")
