@@ -53,7 +53,6 @@ class MetalDevice {
 
   void commit();       // lets the device begin with what was encoded
   void synchronize();  // and waits for it; throws runtime_error with what Metal says of a failure
-  bool is_idle() const;
 
  private:
   struct State;

@@ -141,11 +141,8 @@ MetalDevice::MetalDevice(const std::string& library, const std::vector<KernelRow
 
 MetalDevice::~MetalDevice() {
   const AutoreleasePool pool;
-  state_->end_encoder();
-  state_->commands.reset();
-  for (const auto& commands : state_->committed) [commands.get() waitUntilCompleted];
-  state_->committed.clear();
-  state_->unused.reset();
+  state_->end_encoder();  // none may be released open
+  state_.reset();         // commands that still run have references to what they use
 }
 
 std::string MetalDevice::name() const {
@@ -244,19 +241,15 @@ void MetalDevice::commit() {
   s.end_encoder();
   [s.commands.get() commit];
   s.committed.push_back(std::move(s.commands));
-  s.commands.reset();
 }
 
 void MetalDevice::synchronize() {
   commit();
   const AutoreleasePool pool;
   const std::vector<Own<id<MTLCommandBuffer>>> waited = std::move(state_->committed);
-  state_->committed.clear();
   for (const auto& commands : waited) [commands.get() waitUntilCompleted];
   for (const auto& commands : waited)
     if ([commands.get() status] == MTLCommandBufferStatusError) fail("Metal failed", [commands.get() error]);
 }
-
-bool MetalDevice::is_idle() const { return !state_->commands && state_->committed.empty(); }
 
 }  // namespace rvllm

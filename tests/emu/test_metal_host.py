@@ -15,6 +15,7 @@ import pytest
 from build_emulated_metal import CSRC
 from gguf import GGMLQuantizationType as GGMLType
 from metal_devices import METAL, REASON, kernels, live_objects
+from random_weights import random_weights
 from test_ops import normal
 
 from rvllm._core import ops
@@ -93,6 +94,27 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         ops.linear(backend, int(GGMLType.F32), 125, bytes(500_000), normal(125, 1000))
     ops.add(backend, normal(2, 8), normal(2, 8))
+    del backend
+    assert live_objects(module) == before
+
+
+def test_a_step_that_ends_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is missing behind the first of two kernels: what is encoded is done later, or dropped with the backend."""
+    module = METAL.module(monkeypatch)
+    before = live_objects(module)
+    backend = METAL.backend(monkeypatch)
+    weight = random_weights(GGMLType.Q8_0, 1, 1024, 0.05, np.random.default_rng(1)).tobytes()
+    args = int(GGMLType.Q8_0), 1, weight, normal(115, 1024), normal(1024, seed=1), 1e-5
+    for _ in range(2):
+        monkeypatch.setenv("RVLLM_EMU_MEMORY", "1")
+        with pytest.raises(RuntimeError, match="quantized activations: 184320 bytes, but of the"):
+            ops.norm_linear(backend, *args)
+        monkeypatch.delenv("RVLLM_EMU_MEMORY")
+        x = normal(2, 8)
+        np.testing.assert_array_equal(ops.add(backend, x, x), 2 * x)
+    monkeypatch.setenv("RVLLM_EMU_MEMORY", "1")
+    with pytest.raises(RuntimeError, match="quantized activations"):
+        ops.norm_linear(backend, *args)
     del backend
     assert live_objects(module) == before
 

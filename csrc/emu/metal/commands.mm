@@ -8,6 +8,7 @@
 
 using rvllm::emu::Bindings;
 using rvllm::emu::require;
+using rvllm::emu::require_pool;
 
 namespace {
 constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
@@ -29,6 +30,13 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
 - (void)setComputePipelineState:(id<MTLComputePipelineState>)pipeline {
   pipeline_ = (EmulatedPipeline*)pipeline;
   [commands_ use:pipeline_];
+  // Metal keeps what was bound for the kernel before; a kernel that reads it has been given too little.
+  for (NSUInteger i = 0; i < kMaxIndex; ++i) {
+    buffers_[i] = nil;
+    delete bytes_[i];
+    bytes_[i] = nullptr;
+  }
+  threadgroup_bytes_ = 0;
 }
 - (void)setBuffer:(id<MTLBuffer>)buffer offset:(NSUInteger)offset atIndex:(NSUInteger)index {
   require(index < kMaxIndex, "the index of a buffer is 31 or more");
@@ -115,16 +123,19 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
   }
 }
 - (void)commit {
+  require_pool();
   require(!encoder_ && status_ == MTLCommandBufferStatusNotEnqueued, "a commit with an open encoder, or a second one");
   status_ = MTLCommandBufferStatusCommitted;
   const char* const lazy = getenv("RVLLM_EMU_LAZY");
   if (!lazy || atoi(lazy) == 0) [self run];
 }
 - (void)waitUntilCompleted {
+  require_pool();
   require(status_ != MTLCommandBufferStatusNotEnqueued, "waiting for commands that were not committed");
   if (status_ == MTLCommandBufferStatusCommitted) [self run];
 }
 - (MTLCommandBufferStatus)status {
+  require_pool();
   return status_;
 }
 - (NSError*)error {

@@ -16,6 +16,7 @@ __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* da
 
 using rvllm::emu::make_error;
 using rvllm::emu::require;
+using rvllm::emu::require_pool;
 
 namespace {
 
@@ -43,6 +44,7 @@ size_t g_allocated = 0;
   return bytes_;
 }
 - (void)dealloc {
+  require_pool();
   g_allocated -= bytes_;
   if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(pages_, page_bytes_);
   munmap(pages_, page_bytes_);
@@ -65,6 +67,10 @@ size_t g_allocated = 0;
 @end
 
 @implementation MTLCompileOptions
+- (instancetype)init {
+  fast_ = YES;
+  return self;
+}
 - (void)setFastMathEnabled:(BOOL)enabled {
   fast_ = enabled;
 }
@@ -136,18 +142,22 @@ size_t g_allocated = 0;
   return [NSString stringWithUTF8String:"CPU emulator"];
 }
 - (uint64_t)recommendedMaxWorkingSetSize {
+  require_pool();
   return device_bytes();
 }
 - (NSUInteger)currentAllocatedSize {
+  require_pool();
   return g_allocated;
 }
 - (NSUInteger)maxBufferLength {
+  require_pool();
   return device_bytes() / 2;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
   return family == MTLGPUFamilyApple7 && !setting("RVLLM_EMU_OLD_DEVICE");
 }
 - (id<MTLBuffer>)newBufferWithLength:(NSUInteger)length options:(MTLResourceOptions)options {
+  require_pool();
   require(length > 0 && options == MTLResourceStorageModeShared, "a buffer needs a length and shared storage");
   EmulatedBuffer* const buffer = [[EmulatedBuffer alloc] init];
   const size_t used = (length + kPage - 1) / kPage * kPage;
@@ -166,6 +176,7 @@ size_t g_allocated = 0;
   return buffer;
 }
 - (id<MTLCommandQueue>)newCommandQueue {
+  require_pool();
   return [[EmulatedQueue alloc] init];
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {

@@ -113,4 +113,6 @@ void require(bool ok, const char* rule) {
   std::abort();
 }
 
+void require_pool() { require(!pools().empty(), "a call without an autorelease pool"); }
+
 }  // namespace rvllm::emu

@@ -15,6 +15,8 @@ namespace rvllm::emu {
 NSError* make_error(const std::string& text);
 // Ends the process, as Metal's validation does, when a rule of the API is broken.
 void require(bool ok, const char* rule);
+// Any call of Metal may autorelease objects of its own, which only a pool frees.
+void require_pool();
 
 }  // namespace rvllm::emu
 
