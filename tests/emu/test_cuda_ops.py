@@ -324,7 +324,7 @@ def test_attention_sinks(backend: Any, scalar: _core.CpuBackend) -> None:
 
 
 @pytest.mark.parametrize("kv_type", KEPT)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (6, 3, 20)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (6, 3, 20), (2, 1, 48)])
 def test_attention_over_other_types(
     backend: Any, scalar: _core.CpuBackend, kv_type: str, heads: int, kv_heads: int, dim: int
 ) -> None:
