@@ -63,8 +63,8 @@ METAL_SOURCES = [
     "csrc/quant_iq.cpp",
     "csrc/thread_pool.cpp",
 ]
-# Without fast math, for the CPU's order of operations.
-METAL_COMMAND = ["xcrun", "-sdk", "macosx", "metal", "-O2", "-fno-fast-math"]
+# Without fast math, for the CPU's order of operations; for the oldest macOS that is supported, not that of the SDK.
+METAL_COMMAND = ["xcrun", "-sdk", "macosx", "metal", "-O2", "-mmacosx-version-min=14.0", "-fno-fast-math"]
 # Without CoreGraphics the system has no default device for a program of the command line.
 METAL_FRAMEWORKS = ["Foundation", "CoreGraphics", "Metal", "MetalPerformanceShaders"]
 CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]

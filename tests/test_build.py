@@ -73,7 +73,7 @@ def test_metal_kernels_are_compiled_where_the_compiler_is(
     source = (tmp_path / "metal_kernels.metal").read_text()
     assert 'host_name("attention_f16_8")' in source and '#include "' not in source
     assert "compiled when they are loaded" in capsys.readouterr().out
-    (tools / "xcrun").write_text('#!/bin/sh\ncase "$*" in *-fno-fast-math*) echo > "$7";; esac\n')
+    (tools / "xcrun").write_text('#!/bin/sh\ncase "$*" in *-fno-fast-math*) echo > "$8";; esac\n')
     (tools / "xcrun").chmod(0o755)
     setup["make_metal_library"](tmp_path)
     assert (tmp_path / "metal_kernels.metallib").exists()
