@@ -85,7 +85,7 @@ METAL_NEAR = {
     "activation.metal": "activat",
     "attention.metal": "attention",
     "dequantize.metal": "mps or whole_numbers",
-    "device_math.h": "activat or attention or mixture or norm",
+    "device_math.h": "activat or attention or mixture or norm or float",
     "elementwise.metal": "test_add or scale_logits",
     "embedding.metal": "embedding",
     "experts.metal": "mixture or experts",
