@@ -374,7 +374,7 @@ class LLMEngine:
         """The text of a prompt, None where it is token ids, and its token ids."""
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt, parse_special=True)
-        elif isinstance(prompt, Iterable):
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, bytes):
             text, token_ids = None, self._checked_ids("prompt", prompt)
         else:
             raise ValueError(f"the prompt must be text or token ids, got {prompt!r}")

@@ -155,10 +155,12 @@ class LLM:
 
         Raises ChatTemplateError, a ValueError, for messages the template refuses or a model without one.
         """
-        if isinstance(messages, str) or len(messages) == 0:
-            raise ValueError(f"messages must be a list of {{'role', 'content'}}, got {messages!r}")
-        one = isinstance(messages[0], Mapping)
+        one = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        if not one and not _are_conversations(conversations):
+            raise ValueError(
+                f"messages must be a list of {{'role', 'content'}}, or a list of such lists, got {messages!r:.200}"
+            )
         prompts = [self.encode_chat(c, add_generation_prompt, **template_arguments) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
@@ -218,6 +220,11 @@ class LLM:
         for name, values in lists.items():
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise ValueError(
+                    f"sampling_params must be SamplingParams, or a list of them, got {params!r:.200}"
+                )
         groups = []
         for i, arguments in enumerate(
             zip(prompt_list, sampling_params, arrival_steps, priority, strict=True)
@@ -301,11 +308,19 @@ def _load_tokenizer(gguf: GGUFFile, path: str | os.PathLike[str] | None) -> Toke
         raise TokenizerError(str(error) if names_file else f"{gguf.path}: {error}") from None
 
 
+def _are_conversations(conversations: object) -> bool:
+    return (
+        isinstance(conversations, Sequence)
+        and len(conversations) > 0
+        and all(isinstance(c, Sequence) and not isinstance(c, (str, bytes)) for c in conversations)
+    )
+
+
 def _as_list(prompts: object) -> Sequence[object]:
     """The prompts that were given, be it one or several."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):  # whose items are numbers, too
         raise ValueError(f"prompts must be text, token ids, or a list of such, got {prompts!r}")
     several = list(prompts)
     return [several] if len(several) > 0 and isinstance(several[0], Integral) else several

@@ -165,6 +165,8 @@ def test_control_tokens_in_a_text_prompt_are_parsed(llm: LLM) -> None:
         (["ok", "ok", [300]], "prompt 2: prompt: 300 is no token id in"),
         (["x" * 600, "ok"], "prompt 0: the prompt has 600 tokens, but max_model_len is 512"),
         (["ok", "\ud83e"], "prompt 1: .*surrogate"),
+        (b"text", "prompts must be text, token ids, or a list of such, got b'text'"),
+        (["ok", b"text"], "prompt 1: the prompt must be text or token ids, got b'text'"),
     ],
 )
 def test_bad_prompt_is_named_before_anything_runs(llm: LLM, prompts: Any, message: str) -> None:
@@ -182,6 +184,15 @@ def test_lists_of_other_lengths_are_refused(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
     with pytest.raises(ValueError, match="arrival_steps has 3 entries for 2 prompts"):
         llm.generate(["a", "b"], GREEDY, [0, 1, 2])
+
+
+def test_what_is_no_params_and_no_messages_is_named(llm: LLM) -> None:
+    for params in ({"max_tokens": 1}, ["max_tokens"]):
+        with pytest.raises(ValueError, match=r"sampling_params must be SamplingParams, .* got 'max_tokens'"):
+            llm.generate("a", params)  # type: ignore[arg-type]
+    for messages in (None, 5, [], "hi", [5], ["hi"], [None]):
+        with pytest.raises(ValueError, match=r"messages must be a list of \{'role', 'content'\}"):
+            llm.chat(messages)  # type: ignore[arg-type]
 
 
 def test_stream_joins_to_what_generate_returns(llm: LLM) -> None:
