@@ -127,7 +127,7 @@ def test_bad_lines_and_refused_requests_harm_no_other(
     expected = {
         2: (None, "no valid JSON"),
         3: ("good", "custom_id 'good' is that of line 1 already"),
-        4: (None, "the body: input should be"),
+        4: (None, "the body: input should be an object, got"),
         5: (None, "custom_id is missing"),
         6: ("get", "method: input should be 'POST', got 'GET'"),
         7: ("more", "priority: extra inputs"),

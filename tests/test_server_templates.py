@@ -97,7 +97,8 @@ def test_a_model_without_a_usable_template_still_completes(
 ) -> None:
     use(server, None if source is None else ChatTemplate(source))
     for more in ({}, {"stream": True}, {"tools": [TOOL]}):
-        assert server.refused(PATH, messages=HI, **more)["message"] == message
+        error = server.refused(PATH, messages=HI, **more)
+        assert error["message"] == message and error["param"] == (None if source is None else "messages")
     server.ok("/v1/completions", prompt="hi", max_tokens=1)
 
 

@@ -106,7 +106,10 @@ def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: An
     try:
         return template.encode_chat(model.tokenizer, plain, **arguments)
     except ValueError as error:
-        raise from_value_error(error) from None
+        problem = from_value_error(error)
+        if problem.param == "chat":  # the template refuses them
+            problem.param = "messages"
+        raise problem from None
 
 
 def _num_characters(value: Any) -> int:

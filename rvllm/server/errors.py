@@ -106,6 +106,8 @@ def from_validation_error(error: ValidationError, body: Any) -> APIError:
     if problem["type"] == "missing":
         return APIError(400, f"{param} is missing", param, "missing_required_parameter")
     message = problem["msg"][:1].lower() + problem["msg"][1:]
+    if problem["type"] == "model_type":  # names the class unless the input is JSON
+        message = "input should be an object"
     return APIError(400, f"{param or 'the body'}: {message}, got {_short(problem['input'])}", param)
 
 
