@@ -156,6 +156,7 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
                                 rowBytes:(NSUInteger)rowBytes
                                 dataType:(MPSDataType)dataType {
   MPSMatrixDescriptor* const descriptor = [[MPSMatrixDescriptor alloc] init];
+  require(dataType == MPSDataTypeFloat32 || dataType == MPSDataTypeFloat16, "elements are float or half here");
   const NSUInteger element = dataType == MPSDataTypeFloat32 ? 4 : 2;
   require(rowBytes >= columns * element && rowBytes % element == 0, "the bytes of a row are fewer than its elements");
   descriptor->rows_ = rows;
