@@ -60,7 +60,8 @@ def test_a_kernel_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch, name: 
 
 
 def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    make_backend = METAL.module(monkeypatch).make_backend
+    module = METAL.module(monkeypatch)
+    before, make_backend = live_objects(module), module.make_backend
     with pytest.raises(RuntimeError, match=r"cannot read the Metal kernels in .*none.metal"):
         make_backend(1, str(tmp_path / "none.metal"))
     compiled = tmp_path / "kernels.metallib"
@@ -68,6 +69,7 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         make_backend(1, str(compiled))
     compiled.touch()
     assert make_backend(1, str(compiled)).device_name == "CPU emulator"
+    assert live_objects(module) == before
 
 
 def test_a_failure_of_the_device_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
