@@ -48,14 +48,18 @@ class Target:
 
 CUDA_NEAR = {
     "activation.cu": "activat",
+    "async_copy.h": "test_linear_of_many",
     "attention.cu": "attention",
+    "block_products.h": "linear and (Q4_1 or Q6_K or Q2_K or IQ2_S)",
     "dequantize.cu": "cublas",
     "dequantize.h": "cublas",
     "device_math.h": "activat or attention or mixture",
     "elementwise.cu": "test_add or scale_logits or cublas or many_tokens",
     "embedding.cu": "embedding",
     "experts.cu": "mixture",
+    "few_tokens.h": "linear and (Q4_1 or Q6_K or IQ2_S)",
     "kv_elements.h": "attention",
+    "many_tokens.h": "test_linear_of_many",
     "matvec.cu": "float",
     "mma.h": "linear and (Q4_1 or Q6_K or IQ2_S)",
     "norm.cu": "norm",

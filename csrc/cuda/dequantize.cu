@@ -12,9 +12,6 @@ __global__ void __launch_bounds__(256) dequantize_kernel(__half* out, QuantizedW
   const uint8_t* const chunk = tile + weights.layout.scales + int64_t(2 * pair / kChunkBlocks) * F::kChunkBytes;
   CodePair<F> codes;
   codes.load(tile, weights.layout, pair, lane);
-  RowScales<F> scales[2];
-  scales[0].load(chunk, g, weights.unit);
-  scales[1].load(chunk, g + 8, weights.unit);
 #pragma unroll
   for (int b = 0; b < 2; ++b) {
     const int first = 64 * pair + 32 * b;
@@ -24,6 +21,9 @@ __global__ void __launch_bounds__(256) dequantize_kernel(__half* out, QuantizedW
       codes.template unpack<0>(weights.codebook, a);
     else
       codes.template unpack<1>(weights.codebook, a);
+    Scale<F> scales[2];
+    scales[0].load(chunk, g, (2 * pair + b) % kChunkBlocks);
+    scales[1].load(chunk, g + 8, (2 * pair + b) % kChunkBlocks);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int row = blockIdx.x * kTileRows + g + 8 * (r % 2), half = r / 2;
@@ -31,8 +31,7 @@ __global__ void __launch_bounds__(256) dequantize_kernel(__half* out, QuantizedW
       __half values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        values[i] = From<__half>::f(
-            weight_of<F>(scales[r % 2], (2 * pair + b) % kChunkBlocks, half, int8_t(a[r] >> 8 * i & 255)));
+        values[i] = From<__half>::f(weight_of(scales[r % 2], weights.unit, half, int8_t(a[r] >> 8 * i & 255)));
       memcpy(out + int64_t(row) * cols + first + 16 * half + 4 * t, values, sizeof values);
     }
   }

@@ -20,24 +20,12 @@ struct CodePair {
   uint32_t high[F::kHighWords > 0 ? F::kHighWords : 1] = {};
 
   __device__ __forceinline__ void load(const uint8_t* tile, const TileLayout& layout, int pair, int lane) {
-    if constexpr (F::kBits == 8) {
-      const uint4* words = reinterpret_cast<const uint4*>(tile) + pair * 64 + lane;
-      const uint4 first = __ldg(words), second = __ldg(words + 32);
-      low[0] = first.x, low[1] = first.y, low[2] = first.z, low[3] = first.w;
-      low[4] = second.x, low[5] = second.y, low[6] = second.z, low[7] = second.w;
-    } else if constexpr (F::kLowWords == 4) {
-      const uint4 words = __ldg(reinterpret_cast<const uint4*>(tile) + pair * 32 + lane);
-      low[0] = words.x, low[1] = words.y, low[2] = words.z, low[3] = words.w;
-    } else {
-      const uint2 words = __ldg(reinterpret_cast<const uint2*>(tile) + pair * 32 + lane);
-      low[0] = words.x, low[1] = words.y;
-    }
-    if constexpr (F::kHighWords == 2) {
-      const uint2 words = __ldg(reinterpret_cast<const uint2*>(tile + layout.high) + pair * 32 + lane);
-      high[0] = words.x, high[1] = words.y;
-    } else if constexpr (F::kHighWords == 1) {
-      high[0] = __ldg(reinterpret_cast<const uint32_t*>(tile + layout.high) + pair * 32 + lane);
-    }
+    load(tile + int64_t(pair) * 128 * F::kLowWords, tile + layout.high + int64_t(pair) * 128 * F::kHighWords, lane,
+         [](const auto* p) { return __ldg(p); });
+  }
+  // Of a copy of a pair's planes in shared memory.
+  __device__ __forceinline__ void load_shared(const uint4* low_plane, const uint4* high_plane, int lane) {
+    load(low_plane, high_plane, lane, [](const auto* p) { return *p; });
   }
 
   // The registers of block b of the pair, for mma_k32: signed bytes, less zero.
@@ -61,23 +49,86 @@ struct CodePair {
       if constexpr (F::kZero != 0) a[r] = ((a[r] | 0x80808080) - F::kZero * 0x01010101u) ^ 0x80808080;
     }
   }
+
+ private:
+  template <class Read>
+  __device__ __forceinline__ void load(const void* low_plane, const void* high_plane, int lane, const Read& read) {
+    if constexpr (F::kLowWords >= 4) {
+#pragma unroll
+      for (int i = 0; i < F::kLowWords / 4; ++i) {
+        const uint4 words = read(static_cast<const uint4*>(low_plane) + 32 * i + lane);
+        low[4 * i] = words.x, low[4 * i + 1] = words.y, low[4 * i + 2] = words.z, low[4 * i + 3] = words.w;
+      }
+    } else {
+      const uint2 words = read(static_cast<const uint2*>(low_plane) + lane);
+      low[0] = words.x, low[1] = words.y;
+    }
+    if constexpr (F::kHighWords == 2) {
+      const uint2 words = read(static_cast<const uint2*>(high_plane) + lane);
+      high[0] = words.x, high[1] = words.y;
+    } else if constexpr (F::kHighWords == 1) {
+      high[0] = read(static_cast<const uint32_t*>(high_plane) + lane);
+    }
+  }
 };
 
-// The scales of one row in a chunk of blocks: w = d (q - zero) + m, d and m of a block, or d scale(half), m min(half).
+// The scales of one block of a row: w = d (q - zero) + m, or d scale(half) (q - zero) + m min(half) of half the block.
+template <class F>
+struct Scale {
+  uint32_t header = 0;          // d, m of the super-block
+  uint32_t scale = 0, min = 0;  // of the block, as they lie in the chunk
+
+  __device__ __forceinline__ float d(float unit) const {  // unit: of the codebook
+    if constexpr (F::kScales == Scales::kBF16D) return bf16_bits_to_float(scale);
+    if constexpr (!F::kSuper) return half_bits_to_float(scale);
+    const float d = half_bits_to_float(header & 0xffff) * unit;
+    if constexpr (F::kHalved) return d;
+    return d * float(F::kHasMin ? int(scale) : int(int8_t(scale)));
+  }
+  __device__ __forceinline__ float m() const {
+    if constexpr (!F::kHasMin) return 0.0f;
+    if constexpr (!F::kSuper) return half_bits_to_float(min);
+    const float m = half_bits_to_float(header >> 16);
+    if constexpr (F::kHalved) return -m;
+    return -(m * float(min));
+  }
+  // Of 16 weights, where F::kHalved.
+  __device__ __forceinline__ int scale_of(int half) const {
+    const uint32_t bits = scale >> 8 * half & 255;
+    return F::kHasMin ? int(bits & 15) : int(int8_t(bits));
+  }
+  __device__ __forceinline__ int min_of(int half) const { return int(scale >> 8 * half & 255) >> 4; }
+
+  // chunk: in global memory, or a copy of it in shared memory.
+  __device__ __forceinline__ void load(const uint8_t* chunk, int row, int block) {
+    if constexpr (F::kSuper)
+      header = F::kHasMin ? reinterpret_cast<const uint32_t*>(chunk)[row]
+                          : reinterpret_cast<const uint16_t*>(chunk)[row];
+    chunk += F::kHeaderBytes;
+    const int at = row * kChunkBlocks + block;
+    if constexpr (F::kSuper && !F::kHalved) {
+      scale = chunk[at];
+      if constexpr (F::kHasMin) min = chunk[128 + at];
+    } else {
+      scale = reinterpret_cast<const uint16_t*>(chunk)[at];
+      if constexpr (F::kHasMin && !F::kHalved) min = reinterpret_cast<const uint16_t*>(chunk + 256)[at];
+    }
+  }
+};
+
+// Those of one row in a chunk of blocks.
 template <class F>
 struct RowScales {
   static constexpr int kScaleWords = !F::kSuper ? 4 : F::kHalved ? 4 : 2;
   static constexpr int kMinWords = F::kHasMin && !F::kHalved ? (F::kSuper ? 2 : 4) : 1;
-  uint32_t header;
+  Scale<F> super;
   uint32_t scales[kScaleWords];
   uint32_t mins[kMinWords];
-  float unit;  // of the codebook
 
-  __device__ __forceinline__ void load(const uint8_t* chunk, int row, float codebook_unit) {
-    unit = codebook_unit;
+  __device__ __forceinline__ void load(const uint8_t* chunk, int row) {
     if constexpr (F::kSuper) {
-      header = F::kHasMin ? __ldg(reinterpret_cast<const uint32_t*>(chunk) + row)
-                          : __ldg(reinterpret_cast<const uint16_t*>(chunk) + row);
+      super.header = F::kHasMin ? __ldg(reinterpret_cast<const uint32_t*>(chunk) + row)
+                                : __ldg(reinterpret_cast<const uint16_t*>(chunk) + row);
       chunk += F::kHeaderBytes;
     }
     if constexpr (kScaleWords == 4) {
@@ -104,45 +155,24 @@ struct RowScales {
     if constexpr (kWords == 4) return i < 2 ? (i == 0 ? words[0] : words[1]) : i == 2 ? words[2] : words[3];
   }
   template <int kWords>
-  static __device__ __forceinline__ uint32_t half_word(const uint32_t (&words)[kWords], int i) {
-    return word(words, i / 2) >> 16 * (i % 2) & 0xffff;
+  static __device__ __forceinline__ uint32_t part(const uint32_t (&words)[kWords], int i) {  // of 8
+    constexpr int kEach = 8 / kWords;
+    return word(words, i / kEach) >> 32 / kEach * (i % kEach) & (kEach == 2 ? 0xffff : 255);
   }
-  template <int kWords>
-  static __device__ __forceinline__ uint32_t byte(const uint32_t (&words)[kWords], int i) {
-    return word(words, i / 4) >> 8 * (i % 4) & 255;
-  }
-
-  __device__ __forceinline__ float d(int block) const {
-    if constexpr (F::kScales == Scales::kBF16D) return bf16_bits_to_float(half_word(scales, block));
-    if constexpr (!F::kSuper) return half_bits_to_float(half_word(scales, block));
-    const float d = half_bits_to_float(header & 0xffff) * unit;
-    if constexpr (F::kHalved) return d;
-    const uint32_t scale = byte(scales, block);
-    return d * float(F::kHasMin ? int(scale) : int(int8_t(scale)));
-  }
-  __device__ __forceinline__ float m(int block) const {
-    if constexpr (!F::kHasMin) return 0.0f;
-    if constexpr (!F::kSuper) return half_bits_to_float(half_word(mins, block));
-    const float m = half_bits_to_float(header >> 16);
-    if constexpr (F::kHalved) return -m;
-    return -(m * float(byte(mins, block)));
-  }
-  // Of 16 weights, where F::kHalved.
-  __device__ __forceinline__ int scale(int block, int half) const {
-    const uint32_t bits = byte(scales, 2 * block + half);
-    return F::kHasMin ? int(bits & 15) : int(int8_t(bits));
-  }
-  __device__ __forceinline__ int min(int block, int half) const {
-    return int(byte(scales, 2 * block + half) >> 4);
+  __device__ __forceinline__ Scale<F> at(int block) const {
+    Scale<F> s = super;
+    s.scale = part(scales, block);
+    if constexpr (F::kHasMin && !F::kHalved) s.min = part(mins, block);
+    return s;
   }
 };
 
-// The weight of a code of half `half` of block `block` of a chunk.
+// The weight of a code of half `half` of a block.
 template <class F>
-__device__ __forceinline__ float weight_of(const RowScales<F>& scales, int block, int half, int code) {
-  const float d = scales.d(block), q = float(code);
-  float w = F::kHalved ? d * float(scales.scale(block, half)) * q : d * q;
-  if (F::kHasMin) w += F::kHalved ? scales.m(block) * float(scales.min(block, half)) : scales.m(block);
+__device__ __forceinline__ float weight_of(const Scale<F>& scale, float unit, int half, int code) {
+  const float d = scale.d(unit), q = float(code);
+  float w = F::kHalved ? d * float(scale.scale_of(half)) * q : d * q;
+  if (F::kHasMin) w += F::kHalved ? scale.m() * float(scale.min_of(half)) : scale.m();
   return w;
 }
 
@@ -159,9 +189,9 @@ __device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const 
   else
     codes.template unpack<1>(table, a);
   const int code = int8_t((r == 0 ? a[0] : r == 1 ? a[1] : r == 2 ? a[2] : a[3]) >> 8 * (i % 4) & 255);
-  RowScales<F> scales;
-  scales.load(tile + layout.scales + int64_t(block / kChunkBlocks) * F::kChunkBytes, row, unit);
-  return weight_of<F>(scales, block % kChunkBlocks, i / 16, code);
+  Scale<F> scale;
+  scale.load(tile + layout.scales + int64_t(block / kChunkBlocks) * F::kChunkBytes, row, block % kChunkBlocks);
+  return weight_of(scale, unit, i / 16, code);
 }
 
 }  // namespace rvllm::cuda

@@ -66,11 +66,12 @@ def test_linear(backend: Any, scalar: _core.CpuBackend, name: str, rows: int) ->
     )
 
 
-# With this many tiles of rows each warp goes through all of K; an odd number of blocks, where the format allows it.
-@pytest.mark.parametrize(("rows", "n"), few((40, 243), (70, 115)))
+# With this many tiles of rows warps share what they read, in blocks of 32 rows and of 128; the last ones are not whole,
+# the number of blocks of K is odd where the format allows it, and all buffers are used again.
+@pytest.mark.parametrize(("rows", "n"), few((40, 195), (70, 259)))
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_linear_of_many_tokens(backend: Any, scalar: _core.CpuBackend, name: str, rows: int, n: int) -> None:
-    k = 288 if gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == 32 else 512
+    k = 672 if gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == 32 else 768
     kind, weight = weight_of(name, n, k)
     x, bias = normal(rows, k, seed=rows), normal(n, seed=n)
     np.testing.assert_array_equal(
@@ -116,6 +117,17 @@ def test_linear_of_float_weights_and_many_tokens(backend: Any, scalar: _core.Cpu
     expected = ops.linear(scalar, kind, 20, weight, x, bias)
     tolerance = NEARLY if name == "F32" else CUBLAS | ({"atol": 2e-2} if name == "BF16" else {})
     np.testing.assert_allclose(ops.linear(backend, kind, 20, weight, x, bias), expected, **tolerance)
+
+
+@shares_nothing
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", FLOATS)
+def test_float_weights_that_are_not_finite_are_refused(backend: Any, name: str, bad: float) -> None:
+    weight = normal(33, 72)
+    weight[32, 71] = bad
+    data = gguf.quants.quantize(weight, GGMLType[name]).tobytes()
+    with pytest.raises(ValueError, match="holds NaN or infinity"):
+        ops.linear(backend, int(GGMLType[name]), 33, data, normal(1, 72))
 
 
 @shares_nothing
