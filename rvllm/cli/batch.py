@@ -123,16 +123,11 @@ def load_app(args: argparse.Namespace, config: ServerConfig, seed: int | None = 
 
     seed: the engine's. Raises CommandError.
     """
-    from rvllm.async_engine import AsyncEngine
-    from rvllm.server.app import create_app
-    from rvllm.server.served_model import ServedModel
+    from rvllm.server.app import create_app, start_engine
 
     llm = load_chat_llm(args, seed)
     app = create_app(config)
-    engine = AsyncEngine(llm.engine, max_queue=MAX_QUEUE, observer=app.state.metrics)
-    engine.start()
-    app.state.metrics.observe_engine(engine)
-    app.state.model = ServedModel.of(llm, engine, config)
+    app.state.model = start_engine(app, llm, MAX_QUEUE)
     return app
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -16,6 +16,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
+from rvllm.async_engine import AsyncEngine
 from rvllm.server import chat, completions, embeddings, llama_cpp, models, responses, tokenize
 from rvllm.server.errors import ErrorBody, add_error_handlers
 from rvllm.server.logs import RequestLog
@@ -25,6 +26,9 @@ from rvllm.server.security import DOCS_FILES, AfterBody, Guard
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.tracing import Tracing
 from rvllm.version import __version__
+
+if TYPE_CHECKING:
+    from rvllm.llm import LLM
 
 ROUTES = (completions, chat, responses, embeddings, tokenize, llama_cpp, models)
 BODIES = (
@@ -77,6 +81,15 @@ def create_app(
     add_middleware(app, config, add_page(app), tracing)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+def start_engine(app: FastAPI, llm: LLM, max_queue: int) -> ServedModel:
+    """The model that the application can be given, over an engine that runs. Raises ValueError for max_queue < 0."""
+    metrics: Metrics = app.state.metrics
+    engine = AsyncEngine(llm.engine, max_queue=max_queue, observer=metrics)
+    engine.start()
+    metrics.observe_engine(engine)
+    return ServedModel.of(llm, engine, app.state.config)
 
 
 def add_middleware(

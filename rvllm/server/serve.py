@@ -17,10 +17,9 @@ from typing import Any
 
 import uvicorn
 
-from rvllm.async_engine import AsyncEngine
 from rvllm.cli.arguments import load_chat_llm
 from rvllm.cli.errors import user_errors
-from rvllm.server.app import create_app
+from rvllm.server.app import create_app, start_engine
 from rvllm.server.connection import Connection
 from rvllm.server.logs import configure_logging
 from rvllm.server.served_model import ServedModel, ServerConfig
@@ -60,7 +59,6 @@ class Server:
             self._tracing = None if endpoint is None else Tracing.to_endpoint(endpoint)
         self._args = args
         self._num_replicas = num_replicas
-        self._config = config
         self._listener = listener
         self._app = create_app(config, on_startup=self._on_startup, tracing=self._tracing)
         self._uvicorn = Uvicorn(uvicorn.Config(self._app, **HTTP_SETTINGS))
@@ -88,18 +86,15 @@ class Server:
         return 0
 
     def _load(self) -> None:
-        args, config = self._args, self._config
         try:
-            llm = load_chat_llm(args, args.seed, num_replicas=self._num_replicas)
+            llm = load_chat_llm(self._args, self._args.seed, num_replicas=self._num_replicas)
             with user_errors():
-                engine = AsyncEngine(llm.engine, max_queue=args.max_queue, observer=self._app.state.metrics)
+                model = start_engine(self._app, llm, self._args.max_queue)
         except Exception as error:  # whatever it is, the main thread raises it
             self._load_error = error
             self._uvicorn.should_exit = True
             return
-        engine.start()
-        self._app.state.metrics.observe_engine(engine)
-        self._on_loaded(ServedModel.of(llm, engine, config))
+        self._on_loaded(model)
 
     def _on_loaded(self, model: ServedModel) -> None:
         self._app.state.model = model
