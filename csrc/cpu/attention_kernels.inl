@@ -113,8 +113,12 @@ inline void gather_row(const AttentionArgs& args, int64_t offset, int row, int p
                                                                                 (p + i) % args.block_size];
 }
 
+constexpr int kKeysAhead = 64;  // positions
+
 // scores[r][p - begin] = q[r] . K[p] * scale for R rows and the 16 P positions from p on, or as many as there are.
-template <class Cache, int R, int P>
+// Prefetch: meanwhile asks for the values of these and for keys of later ones, as blocks lie far apart and are too
+// short for the processor to see a stream in them.
+template <class Cache, int R, int P, bool Prefetch>
 inline void score_positions(const AttentionArgs& args, int row, int begin, int p, int from, int to,
                             float (*scores)[kPartition]) {
   using Element = typename Cache::Element;
@@ -123,9 +127,16 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
   const bool whole = block_size % 16 == 0;
   const Element* keys[P] = {};
   const float* scales[P] = {};
+  const Element *later_keys[P] = {}, *values[P] = {};
   for (int i = 0; i < P && whole; ++i) {
     const int position = p + 16 * i;
     const uint8_t* block = block_of(args, position);
+    if constexpr (Prefetch) {
+      const int later = position + kKeysAhead < args.last[0] ? position + kKeysAhead : position;
+      later_keys[i] = reinterpret_cast<const Element*>(block_of(args, later)) + later % block_size;
+      values[i] = reinterpret_cast<const Element*>(block + kv_matrix_bytes(Cache::kType, args.head_dim, block_size)) +
+                  int64_t(position % block_size) * args.head_dim;
+    }
     keys[i] = reinterpret_cast<const Element*>(block) + position % block_size;
     scales[i] = reinterpret_cast<const float*>(block + codes) + position % block_size;
   }
@@ -149,6 +160,10 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
       for (int i = 0; i < P; ++i) {
         if (whole) {
           k[i] = Cache::widen(keys[i] + int64_t(d) * block_size);
+          if constexpr (Prefetch) {
+            __builtin_prefetch(later_keys[i] + int64_t(d) * block_size, 0, 2);
+            __builtin_prefetch(values[i] + d * 16, 0, 2);
+          }
         } else {
           Element lanes[16] = {};
           gather_row(args, 0, d, p + 16 * i, from, to, lanes);
@@ -175,11 +190,12 @@ inline void score_positions(const AttentionArgs& args, int row, int begin, int p
 }
 
 // Scores of R rows at the positions [from, to) of a partition, from the multiple of 16 on that is not behind `from`.
-template <class Cache, int R>
+template <class Cache, int R, bool Prefetch>
 void score_rows(const AttentionArgs& args, int row, int begin, int from, int to, float (*scores)[kPartition]) {
   int p = from / 16 * 16;
-  for (; p + 16 < to; p += 32) score_positions<Cache, R, 2>(args, row, begin, p, from, to, scores);
-  if (p < to) score_positions<Cache, R, 1>(args, row, begin, p, from, to, scores);
+  for (; p + 16 * (kScoreVecs - 1) < to; p += 16 * kScoreVecs)
+    score_positions<Cache, R, kScoreVecs, Prefetch>(args, row, begin, p, from, to, scores);
+  for (; p < to; p += 16) score_positions<Cache, R, 1, Prefetch>(args, row, begin, p, from, to, scores);
 }
 
 // Turns a row's scores from `from`, a multiple of 16, on into weights exp(s - largest); positions out of sight weigh 0,
@@ -273,7 +289,12 @@ struct Score {
   int begin, from, to;
   float (*scores)[kPartition];
   template <int R>
-  void operator()(int row) const { score_rows<Cache, R>(args, row, begin, from, to, scores); }
+  void operator()(int row) const {
+    if (row == 0)
+      score_rows<Cache, R, true>(args, row, begin, from, to, scores);
+    else
+      score_rows<Cache, R, false>(args, row, begin, from, to, scores);
+  }
 };
 
 template <class Cache>

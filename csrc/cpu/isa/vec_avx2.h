@@ -7,6 +7,7 @@ struct Bytes { __m256i lo, hi; };
 constexpr int kRows = 4;
 constexpr int kDirectRows = 8;
 constexpr int kColumnVecs = 2;
+constexpr int kScoreVecs = 2;
 constexpr int kByteOffset = 0;
 
 inline Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }

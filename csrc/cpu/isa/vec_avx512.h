@@ -8,6 +8,7 @@ using Bytes = __m512i;
 constexpr int kRows = 8;
 constexpr int kDirectRows = kRowBlock;
 constexpr int kColumnVecs = 4;
+constexpr int kScoreVecs = 4;
 constexpr int kByteOffset = 128;  // vpdpbusd takes unsigned codes
 
 inline Vec set1(float a) { return _mm512_set1_ps(a); }

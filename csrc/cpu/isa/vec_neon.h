@@ -8,6 +8,7 @@ struct Bytes { uint8x16_t v[4]; };
 constexpr int kRows = 4;
 constexpr int kDirectRows = 8;
 constexpr int kColumnVecs = 1;
+constexpr int kScoreVecs = 2;
 constexpr int kByteOffset = 0;  // sdot takes signed codes, and those of fewer bits are below 128
 
 // f(i) for each quarter: 4 lanes.

@@ -7,6 +7,7 @@ struct Bytes { uint8_t v[64]; };  // a group of codes
 constexpr int kRows = 4;        // rows multiplied together, as registers allow
 constexpr int kDirectRows = 8;  // rows multiplied by codes as they are packed; for more, unpacking them first pays
 constexpr int kColumnVecs = 1;  // vectors of V weighed together, likewise
+constexpr int kScoreVecs = 2;   // vectors of scores worked on together, likewise
 constexpr int kByteOffset = 0;  // added to signed 8-bit codes when they are unpacked, for a dot_rows of unsigned ones
 
 #define RVLLM_LANES(expr)                        \
