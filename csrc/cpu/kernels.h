@@ -144,8 +144,8 @@ struct Kernels {
   // Adds a partition to the sum of those before it. arXiv:1805.02867
   void (*merge_partition)(int rows, int head_dim, const AttentionPart& part, const AttentionPart& sum);
 
-  // What is left of linear without unpacking and scales, for the ceiling of its rate: x [kMaxChunk, kRowBlock, 32] times
-  // a chunk of codes below 16, [kMaxChunk][kTileCodes]; out [kRowBlock, kTileCols].
+  // What is left of linear without unpacking and scales, for the ceiling of its rate: x [kMaxChunk, kRowBlock, 32]
+  // times a chunk of codes below 16, [kMaxChunk][kTileCodes]; out [kRowBlock, kTileCols].
   void (*dot_products)(const uint8_t* codes, const int8_t* x, float* out);
 };
 
