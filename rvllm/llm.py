@@ -214,17 +214,18 @@ class LLM:
         count = len(prompt_list)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * count
+        if not isinstance(sampling_params, Sequence) or not all(
+            isinstance(params, SamplingParams) for params in sampling_params
+        ):
+            raise ValueError(
+                f"sampling_params must be SamplingParams, or a list of them, got {sampling_params!r:.200}"
+            )
         arrival_steps = [0] * count if arrival_steps is None else arrival_steps
         priority = [0] * count if priority is None else priority
         lists = {"sampling_params": sampling_params, "arrival_steps": arrival_steps, "priority": priority}
         for name, values in lists.items():
             if len(values) != count:
                 raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
-        for params in sampling_params:
-            if not isinstance(params, SamplingParams):
-                raise ValueError(
-                    f"sampling_params must be SamplingParams, or a list of them, got {params!r:.200}"
-                )
         groups = []
         for i, arguments in enumerate(
             zip(prompt_list, sampling_params, arrival_steps, priority, strict=True)

@@ -187,9 +187,10 @@ def test_lists_of_other_lengths_are_refused(llm: LLM) -> None:
 
 
 def test_what_is_no_params_and_no_messages_is_named(llm: LLM) -> None:
-    for params in ({"max_tokens": 1}, ["max_tokens"]):
-        with pytest.raises(ValueError, match=r"sampling_params must be SamplingParams, .* got 'max_tokens'"):
+    for params in ({"max_tokens": 1}, ["max_tokens"], 5):
+        with pytest.raises(ValueError, match=r"sampling_params must be SamplingParams, ") as refused:
             llm.generate("a", params)  # type: ignore[arg-type]
+        assert str(refused.value).endswith(f"got {params!r}")
     for messages in (None, 5, [], "hi", [5], ["hi"], [None]):
         with pytest.raises(ValueError, match=r"messages must be a list of \{'role', 'content'\}"):
             llm.chat(messages)  # type: ignore[arg-type]
