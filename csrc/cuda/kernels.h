@@ -30,7 +30,7 @@ struct DeviceMatrix {
 // lie side by side: a warp reads several at fixed distances from one address. Codes are in the order in which mma_k32
 // takes them: lane 4 g + t has, of token g of a tile and of token g of the next, k 4t.. and 16 + 4t..
 struct QuantizedRows {
-  static constexpr int kTilesTogether = 8;  // at most, of a warp
+  static constexpr int kTilesTogether = 8;  // of a block of many_tokens_kernel
   int tiles = 0;     // of tokens: two, or a multiple of kTilesTogether
   uint4* q;          // [K / 32, tiles / 2, 32]
   float4* scale;     // [K / 32, tiles, 4]  of tokens 2t and 2t + 1 the scales, then these times the sums of q
