@@ -112,7 +112,7 @@ class Benchmark:
     def _run(self, workload: Workload) -> Measurement:
         engine, count = self.engine, workload.batch_size
         max_steps = self._max_prefill_steps(workload)
-        if not workload.depth:
+        if not workload.depth:  # its contexts are to be found again
             # From the first block on, as in the run before: memory costs more when it is written for the first time.
             engine.block_manager.reset()
         contexts = self._fill_contexts(workload)

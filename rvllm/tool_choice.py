@@ -55,7 +55,7 @@ def forced_calls(
     for i, (tool, tool_name) in enumerate(zip(tools, names, strict=True)):
         if name not in (None, tool_name):
             continue
-        # The parameters' own references count from their own root.
+        # The parameters' own references count from their own root, by whatever $id they call it.
         schema = {key: value for key, value in parameters(tool).items() if key != "$id"}
         definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
         properties = {"name": {"const": tool_name}, "arguments": {"$ref": f"#/$defs/{i}"}}

@@ -290,7 +290,7 @@ struct Score {
   float (*scores)[kPartition];
   template <int R>
   void operator()(int row) const {
-    if (row == 0)
+    if (row == 0)  // the others find in the cache what these have asked for
       score_rows<Cache, R, true>(args, row, begin, from, to, scores);
     else
       score_rows<Cache, R, false>(args, row, begin, from, to, scores);
