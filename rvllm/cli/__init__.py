@@ -78,7 +78,9 @@ def _add_group(commands: argparse._SubParsersAction[_Parser], first: str) -> Non
     seconds = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         if name.startswith(f"{first} "):
-            seconds.add_parser(name.partition(" ")[2], help=module.HELP)
+            command = seconds.add_parser(name.partition(" ")[2], help=module.HELP)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -100,7 +100,7 @@ def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: An
         )
     if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
-    model.check_size(_num_characters([plain, arguments]))
+    model.check_size(_num_characters([plain, arguments]), "messages")
     if arguments.get("documents") and "documents" not in template.source:
         raise unsupported("documents", "the model's chat template has no place for them")
     try:

@@ -85,8 +85,7 @@ class ServedModel:
         """Raises APIError for more characters than any prompt has that fits."""
         if num_characters > self.max_prompt_chars:
             raise bad_request(
-                f"the {field} has {num_characters} characters, more than max_model_len {self.max_model_len} tokens can "
-                "hold",
+                f"{field}: {num_characters} characters are more than max_model_len {self.max_model_len} tokens hold",
                 field,
                 "context_length_exceeded",
             )
