@@ -55,7 +55,7 @@ TYPE_FAULTS = {
 SOURCE_FAULTS = {
     "recursion": ("// here", "inline int twice(int n) { return n > 0 ? twice(n - 1) : 0; }"),
     "recursion of a template": ("// here", "template <int N> int down(int n) { return n ? down<N>(n) : N; }"),
-    "attribute of a parameter": ("[[buffer(1)]]", "[[bufer(1)]]"),
+    "attribute of a parameter": ("[[buffer(1)]]", "[[slot(1)]]"),
     "attribute of a kernel": ("kernel void", "[[max_threads_per_threadgroup(64)]]\nkernel void"),
     "variable of the program": ("// here", "int count = 0;"),
     "variable of the program in device memory": ("// here", "device int count = 0;"),
