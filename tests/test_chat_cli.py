@@ -269,14 +269,14 @@ def test_the_real_server_answers_as_the_model_here(tmp_path: Path) -> None:
     here = ChatSession(LocalChat(llm, "tiny"), GREEDY, system="sys")
     for question in ("one", "two"):
         expected.append(text_of(here.ask(question)))
-    served = TinyServer(llm, api_keys=("secret",))
+    served = TinyServer(llm, api_keys=("sĕcret",))
     try:
         with served.on_socket() as url:
             with pytest.raises(ChatError, match=r"401: .*--api-key"):
                 ServerChat(url)
             with pytest.raises(ChatError, match="only: tiny, other"):
-                ServerChat(url, "big", "secret")
-            there = ChatSession(ServerChat(url, "other", "secret"), GREEDY, system="sys")
+                ServerChat(url, "big", "sĕcret")
+            there = ChatSession(ServerChat(url, "other", "sĕcret"), GREEDY, system="sys")
             for question in ("one", "two"):
                 got.append(text_of(there.ask(question)))
             assert there.stats is not None and there.stats.num_prompt_tokens > 0

@@ -326,3 +326,11 @@ def test_a_tool_that_must_be_called_is_called(server: TinyServer, choice: object
     assert [call["index"] for call in streamed] == list(range(len(calls)))
     assert [call["function"] for call in streamed] == [call["function"] for call in calls]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_what_does_not_fit_is_named_as_its_api_calls_it(server: TinyServer) -> None:
+    for length in (4_096, 200_000):  # fewer and more characters than are encoded
+        chat = server.refused(PATH, messages=[{"role": "user", "content": "A" * length}])
+        response = server.refused("/v1/responses", input="A" * length)
+        assert chat["code"] == response["code"] == "context_length_exceeded"
+        assert (chat["param"], response["param"]) == ("messages", "input")

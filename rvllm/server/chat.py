@@ -82,7 +82,9 @@ async def create_chat_completion(
     model.check_name(body.model)
     body.check_stream_options()
     turn = Turn(model, body, body.parallel_tool_calls, body.to_sampling_params)
-    generation = Generation.of_source(request, model, new_id("chatcmpl-"), turn.make, body.n, body.priority)
+    generation = Generation.of_source(
+        request, model, new_id("chatcmpl-"), turn.make, body.n, body.priority, prompt_field="messages"
+    )
     if body.stream:
         await while_connected(request, generation.start())
         return EventStream(ChatAnswer(body, generation, turn.format).events(), generation.close)

@@ -131,7 +131,9 @@ async def create_response(
     """Answers input items with output items."""
     model.check_name(body.model)
     turn = Turn(model, body.chat_prompt(), body.parallel_tool_calls, body.to_sampling_params)
-    generation = Generation.of_source(request, model, new_id("resp_"), turn.make, body.n, body.priority)
+    generation = Generation.of_source(
+        request, model, new_id("resp_"), turn.make, body.n, body.priority, prompt_field="input"
+    )
 
     def output() -> ResponseOutput:
         return ResponseOutput(
