@@ -43,9 +43,13 @@ MetalMatrix matrix_of(const HostTensor& t, int num_experts) {
 
 void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const MetalMatrix& matrix, uint8_t* out) {
   const TypeInfo& type = *find_type(t.type);
-  if (matrix.format < 0) {
-    std::memcpy(out, t.data, t.bytes);
-    if (t.consumed) t.consumed(t.bytes);
+  if (matrix.format < 0) {  // as in the file, but every value is looked at
+    const int64_t tile_bytes = kTileRows * (int64_t(t.bytes) / t.rows);
+    const auto take = [&](const uint8_t*, int64_t, int64_t i) {
+      const int64_t begin = i * tile_bytes, end = std::min(int64_t(t.bytes), begin + tile_bytes);
+      std::memcpy(out + begin, t.data + begin, size_t(end - begin));
+    };
+    for_tiles(pool, t, 1, kTileRows, kTilesAtATime, take, [](int64_t, int64_t) {});
     return;
   }
   const auto pack = [&](const uint8_t* rows, int64_t tile, int64_t i) {
