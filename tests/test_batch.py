@@ -209,17 +209,17 @@ def test_a_signal_stops_it_between_lines(
         if progress._num_answers == 5:
             os.kill(os.getpid(), number)
 
-    write(Path("in.jsonl"), many(30))
+    write(Path("in.jsonl"), many(120))
     options = arguments(model, "-np", "2", "--seed", "5")
     with monkeypatch.context() as patch:
         patch.setattr(Progress, "write", write_and_stop)
         run = Run(capsys, *options)
     assert run.status == 128 + number
     count = len(entries(Path("out.jsonl")))
-    assert 5 <= count < 30
-    assert run.err == f"rvllm: stopped: {count} of 30 requests answered, the same command goes on\n"
+    assert 5 <= count < 120
+    assert run.err == f"rvllm: stopped: {count} of 120 requests answered, the same command goes on\n"
     assert Run(capsys, *options).status == 0
-    assert len(bodies(Path("out.jsonl"))) == 30
+    assert len(bodies(Path("out.jsonl"))) == 120
 
 
 def test_a_full_disk_is_one_line_and_leaves_whole_lines(

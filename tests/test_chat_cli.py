@@ -359,7 +359,7 @@ def test_pipe_with_mistakes_goes_on(chat: Callable[..., Run]) -> None:
                 "http://x/\u00e9",
             )
         ],
-        *[(["--url", "http://x", "--api-key", key], ["API key", "one line"]) for key in ("a\nb", "\u20ac")],
+        *[(["--url", "http://x", "--api-key", key], ["API key", "one line"]) for key in ("a\nb", "\u200b")],
         (["--url", "http://localhost:1", "-t", "2"], ["--threads", "--url"]),
         (["--url", "http://localhost:1"], ["http://localhost:1", "refused"]),
         (["--api-key", "x"], ["--api-key", "--url"]),

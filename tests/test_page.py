@@ -44,6 +44,7 @@ def server() -> Iterator[FakeServer]:
 def page(browser: Browser, server: FakeServer) -> Iterator[Page]:
     """The page, loaded; at the end no script may have failed, and nothing been refused by the policy."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, permissions=["clipboard-read"])
+    context.set_default_navigation_timeout(120_000)  # the first page starts processes of the browser
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
