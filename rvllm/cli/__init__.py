@@ -78,9 +78,7 @@ def _add_group(commands: argparse._SubParsersAction[_Parser], first: str) -> Non
     seconds = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         if name.startswith(f"{first} "):
-            command = seconds.add_parser(name.partition(" ")[2], help=module.HELP)
-            module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            seconds.add_parser(name.partition(" ")[2], help=module.HELP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
