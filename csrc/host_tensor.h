@@ -72,6 +72,16 @@ void for_tiles(ThreadPool& pool, const HostTensor& t, int num_experts, int tile_
   }
 }
 
+// Goes through a tensor that is taken as it lies in the file: copy(first byte, number of bytes) once a piece of `piece`
+// bytes, or of a row that is longer. Throws as for_tiles does.
+template <class Copy>
+void for_pieces(ThreadPool& pool, const HostTensor& t, int64_t piece, const Copy& copy) {
+  const int64_t row_bytes = int64_t(t.bytes) / t.rows;
+  const auto look = [](const uint8_t*, int64_t, int64_t) {};
+  for_tiles(pool, t, 1, 1, std::max<int64_t>(1, piece / row_bytes), look,
+            [&](int64_t first, int64_t count) { copy(first * row_bytes, count * row_bytes); });
+}
+
 // All values of small tensors, one tensor after the other.
 inline std::vector<float> to_floats(const std::vector<HostTensor>& tensors, const char* backend) {
   std::vector<float> all;

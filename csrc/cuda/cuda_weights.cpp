@@ -29,16 +29,10 @@ struct Place {
 void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const DeviceMatrix& matrix, const Place& place,
           uint8_t* data) {
   const TypeInfo& type = *find_type(t.type);
-  if (matrix.format < 0) {  // as in the file, but every value is looked at
-    const int64_t tile_bytes = kTileRows * (int64_t(t.bytes) / t.rows);
-    for_tiles(
-        pool, t, 1, kTileRows, std::max<int64_t>(1, kPieceBytes / tile_bytes), [](const uint8_t*, int64_t, int64_t) {},
-        [&](int64_t first, int64_t count) {
-          const int64_t begin = first * tile_bytes, end = std::min(int64_t(t.bytes), begin + count * tile_bytes);
-          copy_to_device(data + place.offset + begin, t.data + begin, size_t(end - begin), "copying weights");
-        });
-    return;
-  }
+  if (matrix.format < 0)
+    return for_pieces(pool, t, kPieceBytes, [&](int64_t begin, int64_t bytes) {
+      copy_to_device(data + place.offset + begin, t.data + begin, size_t(bytes), "copying weights");
+    });
   const int64_t piece = std::max<int64_t>(1, kPieceBytes / matrix.tile_bytes), tiles = place.tiles * num_experts;
   std::vector<uint8_t> packed(size_t(std::min(piece, tiles) * matrix.tile_bytes));
   const auto pack = [&](const uint8_t* rows, int64_t tile, int64_t i) {

@@ -10,7 +10,8 @@
 namespace rvllm {
 namespace {
 
-constexpr int64_t kTilesAtATime = 4096;  // packed before the file's pages are let go
+constexpr int64_t kTilesAtATime = 4096;    // packed before the file's pages are let go
+constexpr int64_t kPieceBytes = 32 << 20;  // copied before, where nothing is packed
 constexpr int64_t kAlignment = 256;
 
 std::shared_ptr<void> to_device(MetalDevice& device, const std::vector<float>& values, const char* what) {
@@ -43,15 +44,10 @@ MetalMatrix matrix_of(const HostTensor& t, int num_experts) {
 
 void copy(ThreadPool& pool, const HostTensor& t, int num_experts, const MetalMatrix& matrix, uint8_t* out) {
   const TypeInfo& type = *find_type(t.type);
-  if (matrix.format < 0) {  // as in the file, but every value is looked at
-    const int64_t tile_bytes = kTileRows * (int64_t(t.bytes) / t.rows);
-    const auto take = [&](const uint8_t*, int64_t, int64_t i) {
-      const int64_t begin = i * tile_bytes, end = std::min(int64_t(t.bytes), begin + tile_bytes);
-      std::memcpy(out + begin, t.data + begin, size_t(end - begin));
-    };
-    for_tiles(pool, t, 1, kTileRows, kTilesAtATime, take, [](int64_t, int64_t) {});
-    return;
-  }
+  if (matrix.format < 0)
+    return for_pieces(pool, t, kPieceBytes, [&](int64_t begin, int64_t bytes) {
+      std::memcpy(out + begin, t.data + begin, size_t(bytes));
+    });
   const auto pack = [&](const uint8_t* rows, int64_t tile, int64_t i) {
     pack_tile(type, rows, matrix.args.rows, t.cols, tile, out + i * matrix.args.tile_bytes);
   };
