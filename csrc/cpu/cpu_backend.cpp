@@ -14,7 +14,6 @@
 namespace rvllm {
 namespace {
 
-constexpr size_t kLine = 64;     // bytes of a cache line
 constexpr int kRangeRows = 512;  // times tiles, for a thread at a time: all of a busy expert would keep others waiting
 
 std::vector<ExpertRows> all_rows(Tensor x) { return {{0, 0, int(x.rows)}}; }
@@ -82,15 +81,13 @@ void CpuBackend::norm(Tensor out, Tensor x, const Norm& norm) {
 QuantizedRows CpuBackend::quantized_rows(int64_t rows, int64_t k) {
   const size_t blocks = size_t(rows * k / kBlock);
   if (sum_.size() < blocks) {
-    q_.resize(blocks * kBlock + kLine);
+    q_ = alloc(int64_t(blocks * kBlock / sizeof(float)));
     scale_.resize(blocks);
     scaled_sum_.resize(blocks);
     sum_.resize(blocks);
     half_sum_.resize(2 * blocks);
   }
-  // From a cache line on, which holds two rows of a tile.
-  int8_t* const q = q_.data() + (kLine - reinterpret_cast<uintptr_t>(q_.data()) % kLine) % kLine;
-  return {q, scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data(), rows};
+  return {reinterpret_cast<int8_t*>(q_.get()), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data(), rows};
 }
 
 void CpuBackend::linear(Tensor out, Tensor x, const Weight& weight) {

@@ -88,7 +88,7 @@ class CpuBackend final : public Backend {
   ExpertPlan experts_;                          // of the last route
   std::vector<float> attention_rows_;           // results of partitions: those that are kept, then two a thread
   // Quantized activations of the linear under way, kept from one to the next.
-  std::vector<int8_t> q_;
+  std::shared_ptr<float> q_;  // int8, from a cache line on, which holds two rows of a tile
   std::vector<float> scale_, scaled_sum_;
   std::vector<int32_t> sum_, half_sum_;
   std::vector<int32_t> best_;        // of argmax
