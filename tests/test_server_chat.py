@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from server_client import TEMPLATE, TinyServer, make_llm
 
+from rvllm.grammar import TOO_COMPLEX, GrammarState
 from rvllm.reasoning_formats import find_reasoning
 from rvllm.server.chat_output import ChatOutput, TurnFormat
 from rvllm.tool_formats import HERMES
@@ -199,7 +201,7 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
         ({"response_format": {"type": "json_object"}, "grammar": 'root ::= "x"'}, "grammar"),
         ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"structured_outputs": {"json": False, "disable_any_whitespace": False}}, "structured_outputs"),
+        ({"structured_outputs": {"json": False, "disable_any_whitespace": False}}, "structured_outputs.json"),
         ({"logprobs": 3}, "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
@@ -207,6 +209,64 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
 )
 def test_a_bad_field_is_named(server: TinyServer, fields: dict[str, Any], param: str) -> None:
     assert server.refused(PATH, messages=HI, **fields)["param"] == param
+
+
+BAD = {"type": "nonsense"}
+BAD_TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": BAD}}}
+CHAT_TOOLS = {"tools": [{"type": "function", "function": BAD_TOOL}]}
+RESPONSE_TOOL = {"type": "function", **BAD_TOOL}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BAD}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object", "schema": BAD}}, "response_format.schema"),
+        ({"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        ({"grammar": "root ::= nope"}, "grammar"),
+        ({"json_schema": BAD}, "json_schema"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({**CHAT_TOOLS, "tool_choice": "required"}, "tools"),
+        ({"tools": [TOOL, TOOL], "tool_choice": "required"}, "tools.1.function.name"),
+    ],
+)
+def test_a_constraint_is_named_by_what_asks_for_it(
+    server: TinyServer, fields: dict[str, Any], param: str
+) -> None:
+    error = server.refused(PATH, messages=HI, **fields)
+    assert error["param"] == param
+    assert re.match(rf"{re.escape(param)}( |: )", error["message"]), error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}}, "text.format.schema"),
+        ({"tools": [RESPONSE_TOOL], "tool_choice": "required"}, "tools"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
+    ],
+)
+def test_responses_have_their_own_names(server: TinyServer, fields: dict[str, Any], param: str) -> None:
+    error = server.refused("/v1/responses", input="hi", **fields)
+    assert error["param"] == param and error["message"].startswith(param)
+
+
+def test_a_grammar_too_complex_to_go_on_is_named(server: TinyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(state: GrammarState) -> None:
+        state.error = f"{TOO_COMPLEX}too many states"
+        state._words.fill(0)
+
+    monkeypatch.setattr(GrammarState, "_compute", fail)
+    body = {"messages": HI, "response_format": {"type": "json_object"}}
+    error = server.refused(PATH, **body)
+    assert (error["param"], error["code"]) == ("response_format", "grammar_too_complex")
+    assert server.events(PATH, **body)[-1]["error"] == error
 
 
 def test_template_kwargs_reach_the_template(tmp_path_factory: pytest.TempPathFactory) -> None:

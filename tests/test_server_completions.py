@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +201,18 @@ def test_unknown_stream_options_are_named(server: TinyServer) -> None:
     error = server.refused(PATH, prompt="x", stream=True, stream_options=options)
     assert error["param"] == "stream_options.include_obfuscation"
     assert server.events(PATH, prompt="x", max_tokens=1, stream_options={"include_obfuscation": False})
+
+
+def test_a_prompt_that_never_fits_the_cache_is_named(tmp_path: Path) -> None:
+    with closing(TinyServer(make_llm(tmp_path, num_blocks=4))) as small:
+        for path, param, body in (
+            (PATH, "prompt", {"prompt": "x" * 100}),
+            ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "x" * 100}]}),
+            ("/v1/responses", "input", {"input": "x" * 100}),
+            ("/v1/embeddings", "input", {"input": "x" * 100}),
+        ):
+            error = small.refused(path, **body)
+            assert error["param"] == param and "KV-cache blocks, 4 are available" in error["message"]
 
 
 def test_stream_options_need_a_stream(server: TinyServer) -> None:

@@ -13,7 +13,7 @@ from rvllm.request import CompletionOutput
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.chat_output import ChatOutput, Turn, TurnFormat
 from rvllm.server.chat_prompt import ChatPrompt
-from rvllm.server.constraints import structured_output, turn_constraint
+from rvllm.server.constraints import turn_constraint
 from rvllm.server.errors import APIError, bad_request
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.logprobs import chat_logprobs, prompt_logprobs
@@ -44,7 +44,7 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
         "verbosity": (),
         "web_search_options": (),
     }
-    NAMES: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
     NO_EFFECT: ClassVar[frozenset[str]] = OpenAIFields.NO_EFFECT | {"store"}
 
     messages: Items[Message]
@@ -65,9 +65,7 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
-            structured_output=turn_constraint(
-                turn, structured_output(self, self.response_format, after=turn.after)
-            ),
+            structured_output=turn_constraint(self, turn, self.response_format),
             skip_special_tokens=False if turn.hides_marks(model.tokenizer) else self.skip_special_tokens,
         )
 
@@ -82,9 +80,7 @@ async def create_chat_completion(
     model.check_name(body.model)
     body.check_stream_options()
     turn = Turn(model, body, body.parallel_tool_calls, body.to_sampling_params)
-    generation = Generation.of_source(
-        request, model, new_id("chatcmpl-"), turn.make, body.n, body.priority, prompt_field="messages"
-    )
+    generation = Generation.of_source(request, model, new_id("chatcmpl-"), turn.make, body.n, body.priority)
     if body.stream:
         await while_connected(request, generation.start())
         return EventStream(ChatAnswer(body, generation, turn.format).events(), generation.close)

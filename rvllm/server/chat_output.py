@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rvllm.reasoning_formats import ReasoningFormat, find_reasoning
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.chat_prompt import ChatPrompt, NamedTool
-from rvllm.server.errors import bad_request, unsupported
+from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.served_model import ServedModel
 from rvllm.structured_output import StructuredOutput
 from rvllm.tool_choice import forced_calls
@@ -72,21 +72,22 @@ class TurnFormat:
         schemas = {tool.function.name: tool.function.parameters for tool in prompt.tools}
         is_parallel = parallel is not False
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
-        if choice in (None, "auto"):
-            turn = cls(reasoning, thinks, find_format(source), schemas, is_parallel)
-            return replace(turn, calls=turn.optional_calls(tools, model.tokenizer))
-        name = choice.function.name if isinstance(choice, NamedTool) else None
-        turn = cls(reasoning, thinks, JSON, schemas, is_parallel)
         try:
-            forced = forced_calls(tools, name, is_parallel, turn.after)
+            if choice in (None, "auto"):
+                turn = cls(reasoning, thinks, find_format(source), schemas, is_parallel)
+                return replace(turn, calls=turn.optional_calls(tools, model.tokenizer))
+            name = choice.function.name if isinstance(choice, NamedTool) else None
+            turn = cls(reasoning, thinks, JSON, schemas, is_parallel)
+            return replace(turn, calls=forced_calls(tools, name, is_parallel, turn.after))
         except ValueError as error:
-            raise bad_request(str(error), "tool_choice" if "tool_choice" in str(error) else "tools") from None
-        return replace(turn, calls=forced)
+            raise from_value_error(error).renamed(
+                dict.fromkeys(("json_schema", "grammar"), "tools")
+            ) from None
 
     def optional_calls(
         self, tools: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
     ) -> StructuredOutput | None:
-        """The constraint of calls that need not come; None if no tool is strict. Raises APIError."""
+        """The constraint of calls that need not come; None if no tool is strict. Raises APIError, ValueError."""
         strict = next((i for i, tool in enumerate(tools) if tool["function"].get("strict")), None)
         if strict is None or self.tool_format is None:
             return None
@@ -99,10 +100,7 @@ class TurnFormat:
         thoughts = None
         if self.reasoning is not None:
             thoughts = ("" if self.is_thinking else self.reasoning.start, self.reasoning.end)
-        try:
-            return optional_calls(tools, self.tool_format, tokenizer, self.parallel, thoughts)
-        except ValueError as error:
-            raise bad_request(str(error), "tools") from None
+        return optional_calls(tools, self.tool_format, tokenizer, self.parallel, thoughts)
 
 
 class Turn:

@@ -25,55 +25,72 @@ def structured_output(
 
     after: the texts behind any of which the constraint begins. Raises APIError for more than one.
     """
-    wanted: dict[str, dict[str, Any]] = {}
+    wanted: dict[str, dict[str, Any]] = {}  # arguments of StructuredOutput by the path of what asks for them
     if text_format is not None:
-        wanted[field] = _format_arguments(field, text_format)
+        wanted |= _format_arguments(field, text_format)
     if body.structured_outputs is not None:
-        wanted["structured_outputs"] = _structured_outputs(body.structured_outputs)
-    if body.grammar is not None:
-        wanted["grammar"] = {"grammar": body.grammar} if body.grammar else {}
+        wanted |= _structured_outputs(body.structured_outputs)
+    if body.grammar:
+        wanted["grammar"] = {"grammar": body.grammar}
     if body.json_schema is not None:
         wanted["json_schema"] = {"json_schema": body.json_schema}
-    wanted = {name: arguments for name, arguments in wanted.items() if arguments}
     if len(wanted) > 1:
         raise bad_request(f"{' and '.join(wanted)} exclude each other", list(wanted)[1])
     for name, arguments in wanted.items():
         try:
-            return StructuredOutput(**arguments, after=after or None)
+            return _named(body, name, StructuredOutput(**arguments, after=after or None))
         except ValueError as error:
-            raise bad_request(f"{name}: {from_value_error(error).message}", name) from None
+            (argument,) = arguments
+            problem = bad_request(from_value_error(error).message, argument)
+            raise problem.renamed({argument: name}) from None
     return None
 
 
-def turn_constraint(turn: TurnFormat, wanted: StructuredOutput | None) -> StructuredOutput | None:
+def turn_constraint(
+    body: SamplingFields,
+    turn: TurnFormat,
+    text_format: Mapping[str, Any] | None,
+    field: str = "response_format",
+) -> StructuredOutput | None:
     """What a turn must look like, from its tools or from the other fields. Raises APIError for both."""
-    if turn.calls is not None and wanted is not None:
+    wanted = structured_output(body, text_format, field, turn.after)
+    if turn.calls is None:
+        return wanted
+    if wanted is not None:
         raise bad_request(
             "a tool_choice that forces a call, and tools that are strict, exclude other constraints",
             "tools" if turn.calls.is_optional else "tool_choice",
         )
-    return turn.calls or wanted
+    return _named(body, "tools", turn.calls)
 
 
-def _format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of StructuredOutput for OpenAI's response_format or text.format; none for plain text."""
+def _named(body: SamplingFields, name: str, output: StructuredOutput) -> StructuredOutput:
+    """output, whose errors to come are to name what asks for it."""
+    body.names.update(dict.fromkeys((output.kind, "structured_outputs"), name))
+    return output
+
+
+def _format_arguments(field: str, value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Arguments of StructuredOutput by their path in OpenAI's response_format or text.format; none for plain text."""
     kind = value.get("type")
     if kind == "text":
         return {}
     if kind == "json_object":  # llama.cpp takes a schema here
-        return {"json_schema": value["schema"]} if value.get("schema") else {"json_object": True}
+        schema = value.get("schema")
+        return {f"{field}.schema": {"json_schema": schema}} if schema else {field: {"json_object": True}}
     if kind == "json_schema":
         inner = value.get("json_schema", value)
         schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        where = f"{field}.json_schema.schema" if "json_schema" in value else f"{field}.schema"
         if not isinstance(schema, (Mapping, bool)):
-            where = f"{field}.json_schema.schema" if "json_schema" in value else f"{field}.schema"
             raise bad_request(f"{where} must be a JSON schema", where)
-        return {"json_schema": schema}
+        return {where: {"json_schema": schema}}
     message = f"{field}.type must be 'text', 'json_object' or 'json_schema', got {str(kind)[:50]!r}"
     raise bad_request(message, f"{field}.type")
 
 
-def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Any]:
+def _structured_outputs(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The same of vLLM's field."""
     given = {name: item for name, item in value.items() if item is not None and not _is_off(name, item)}
     for name in given:
         if name not in _KINDS:
@@ -89,7 +106,7 @@ def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Any]:
                     "structured_outputs.choice must be a list of strings", "structured_outputs.choice"
                 )
             item = tuple(item)
-        return {"json_schema" if name == "json" else name: item}
+        return {f"structured_outputs.{name}": {"json_schema" if name == "json" else name: item}}
     return {}
 
 

@@ -31,6 +31,7 @@ class EmbeddingRequest(APIRequest):
         "truncate_prompt_tokens": (),
     }
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset({"user", "request_id"})
+    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "input"}
 
     input: Prompts
     model: str | None = None
@@ -50,11 +51,11 @@ async def create_embeddings(
     if not 1 <= len(prompts) <= MAX_INPUTS:
         raise bad_request(f"input must hold 1 to {MAX_INPUTS} entries, got {len(prompts)}", "input")
     for prompt in prompts:
-        model.check_length(prompt, "input")
+        model.check_length(prompt)
     try:
         embeddings = await while_connected(request, model.engine.embed(prompts))
     except (ValueError, RuntimeError) as error:
-        raise refusal(request, error).renamed("prompt", "input") from error
+        raise refusal(request, error) from error
     if body.dimensions is not None and body.dimensions != len(embeddings[0][0]):
         raise unsupported("dimensions", f"the model's vectors have {len(embeddings[0][0])}")
     encode = _base64 if body.encoding_format == "base64" else list

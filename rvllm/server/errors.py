@@ -67,11 +67,14 @@ class APIError(Exception):
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, dict(self.headers or {}))
 
-    def renamed(self, name: str, own: str) -> APIError:
-        """The same for an API that calls the field `name` its own way."""
-        if self.param != name:
+    def renamed(self, names: Mapping[str, str]) -> APIError:
+        """The same for a client who calls the field at fault otherwise. names: of fields, to what the client sent."""
+        name = self.param or ""
+        own = names.get(name)
+        if own is None:
             return self
-        return APIError(self.status, self.message.replace(name, own, 1), own, self.code, self.headers)
+        message = own + self.message[len(name) :] if self.message.startswith(name) else self.message
+        return APIError(self.status, message, own, self.code, self.headers)
 
 
 class ClientGoneError(Exception):
@@ -92,7 +95,7 @@ def unsupported(param: str, why: str = "") -> APIError:
 def from_value_error(error: ValueError) -> APIError:
     """A 400 for what the engine refuses; its messages begin with the name of the field."""
     message = " ".join(str(error).split())
-    field = re.match(r"(?:the )?([a-z][a-z_]*)", message)
+    field = re.match(r"(?:the |a )?([a-z][a-z_]*(?:\.\w+)*)", message)
     code = "context_length_exceeded" if "max_model_len" in message else None
     return APIError(400, message, field[1] if field else None, code)
 
@@ -131,7 +134,7 @@ def _short(value: Any) -> str:
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(APIError)
     async def api_error(request: Request, error: APIError) -> Response:
-        return error.response()
+        return error.renamed(getattr(request.state, "names", {})).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

@@ -57,7 +57,6 @@ class Generation:
         self.prompts: list[Prompt] = []
         self.results: list[RequestOutput] = []
         self.seconds_to_first_token = 0.0
-        self._prompt_field = "prompt"
         self._arrival = time.monotonic()
         self._clocks: list[_Clock] = []
         self._iterators: list[AsyncGenerator[RequestOutput, None]] = []
@@ -96,15 +95,9 @@ class Generation:
         source: Callable[[], tuple[Prompt, SamplingParams]],
         n: int | None,
         priority: int | None = None,
-        *,
-        prompt_field: str,
     ) -> Generation:
-        """Of one prompt, which source makes on a thread when the request has been admitted; it may raise APIError.
-
-        prompt_field: of the body, which is named where the prompt is refused.
-        """
+        """Of one prompt, which source makes on a thread when the request has been admitted; it may raise APIError."""
         generation = cls(request, model, request_id, 1 if n is None else n)
-        generation._prompt_field = prompt_field
         generation._check_count(1)
 
         def make() -> tuple[Prompt, SamplingParams]:
@@ -137,10 +130,7 @@ class Generation:
         try:
             self._first = list(await asyncio.gather(*waits))
         except Exception as error:
-            problem = refusal(self._request, error)
-            if problem.param in ("prompt", "messages"):
-                problem.param = self._prompt_field
-            raise problem from error
+            raise refusal(self._request, error) from error
         finally:
             if len(self._first) < len(waits):
                 for wait in waits:
@@ -193,7 +183,7 @@ class Generation:
         self.results[i].add(output)
         for completion in output.outputs:
             if completion.finish_reason == "error":
-                raise _failure(completion.error or "")
+                raise _failure(completion.error or "").renamed(self._request.state.names)
         return output
 
     async def _only(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -55,7 +55,11 @@ class LlamaCompletionRequest(SamplingFields):
         "samplers": (),
         "sse_ping_interval": (),
     }
-    NAMES: ClassVar[Mapping[str, str]] = {"n": "n_cmpl", "repetition_penalty": "repeat_penalty"}
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "n": "n_cmpl",
+        "logprobs": "n_probs",
+        "repetition_penalty": "repeat_penalty",
+    }
     # Each only matters with another field, which is refused.
     NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT | {
         "dry_allowed_length",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from rvllm.sampling_params import SamplingParams
 from rvllm.server.chat_output import ChatOutput, Turn, TurnFormat
 from rvllm.server.chat_prompt import ChatPrompt
-from rvllm.server.constraints import structured_output, turn_constraint
+from rvllm.server.constraints import turn_constraint
 from rvllm.server.errors import bad_request, unsupported
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.responses_input import chat_tool_choice, chat_tools, input_messages
@@ -70,7 +70,12 @@ class ResponsesRequest(SamplingFields):
         ),
         **dict.fromkeys(("response_format", "timings_per_token"), ()),
     }
-    NAMES: ClassVar[Mapping[str, str]] = {"logprobs": "top_logprobs"}
+    NAMES: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("prompt", "messages"), "input"),
+        "logprobs": "top_logprobs",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
     NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT - {"metadata", "user"}
 
     input: Annotated[str | Items[dict[str, Any]], one_of("a string or a list of items")]
@@ -91,6 +96,9 @@ class ResponsesRequest(SamplingFields):
             raise unsupported("reasoning.summary", "reasoning is given as it is")
         refuse_extra("reasoning", self.reasoning)
         refuse_extra("text", self.text, verbosity="medium")
+        for i in range(len(self.tools or ())):
+            for name in ("name", "parameters", "strict"):
+                self.names[f"tools.{i}.function.{name}"] = f"tools.{i}.{name}"
         return ChatPrompt(
             messages=input_messages(self.instructions, self.input),
             tools=chat_tools(self.tools),
@@ -111,9 +119,7 @@ class ResponsesRequest(SamplingFields):
         return self.sampling_params(
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
-            structured_output=turn_constraint(
-                turn, structured_output(self, self.text_format, "text.format", turn.after)
-            ),
+            structured_output=turn_constraint(self, turn, self.text_format, "text.format"),
             skip_special_tokens=False if turn.hides_marks(model.tokenizer) else self.skip_special_tokens,
         )
 
@@ -131,9 +137,7 @@ async def create_response(
     """Answers input items with output items."""
     model.check_name(body.model)
     turn = Turn(model, body.chat_prompt(), body.parallel_tool_calls, body.to_sampling_params)
-    generation = Generation.of_source(
-        request, model, new_id("resp_"), turn.make, body.n, body.priority, prompt_field="input"
-    )
+    generation = Generation.of_source(request, model, new_id("resp_"), turn.make, body.n, body.priority)
 
     def output() -> ResponseOutput:
         return ResponseOutput(

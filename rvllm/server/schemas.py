@@ -10,11 +10,20 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from rvllm.sampling_params import SamplingParams
-from rvllm.server.errors import APIError, bad_request, from_validation_error, from_value_error, unsupported
+from rvllm.server.errors import bad_request, from_validation_error, from_value_error, unsupported
 from rvllm.server.security import read_body
 
 logger = logging.getLogger(__name__)
@@ -34,6 +43,20 @@ class APIRequest(BaseModel):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
     # Known fields that have no bearing on the answer.
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    # What this API calls fields that errors have another name for.
+    NAMES: ClassVar[Mapping[str, str]] = {}
+
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """NAMES as far as this request has such fields, and what is found out as it is read."""
+        return self._names
+
+    def model_post_init(self, context: Any, /) -> None:
+        for name, own in self.NAMES.items():
+            if getattr(self, own.partition(".")[0], None) is not None:
+                self._names[name] = own
 
     def check_extra(self, where: str) -> None:
         """Raises APIError for a known field that is not supported; logs an unknown one, once."""
@@ -68,6 +91,7 @@ def json_body(model: type[Model]) -> Callable[[Request], Coroutine[Any, Any, Mod
             except ValueError:
                 raise bad_request("the body is no valid JSON: it has no NaN and no Infinity") from None
         body.check_extra(request.url.path)
+        request.state.names = body.names
         return body
 
     return parse
@@ -184,8 +208,6 @@ class SamplingFields(APIRequest):
         **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0, 0.0)),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     }
-    # What this API calls fields of SamplingParams.
-    NAMES: ClassVar[Mapping[str, str]] = {}
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
     )
@@ -224,17 +246,11 @@ class SamplingFields(APIRequest):
         given = {name: value for name, value in values.items() if value is not None}
         for name in ("logprobs", "prompt_logprobs"):
             if given.get(name, 0) > MAX_LOGPROBS:
-                problem = bad_request(f"{name} must be at most {MAX_LOGPROBS}, got {given[name]}", name)
-                raise self._renamed(problem)
+                raise bad_request(f"{name} must be at most {MAX_LOGPROBS}, got {given[name]}", name)
         try:
             return SamplingParams(max_tokens=max_tokens, **given)
         except ValueError as error:
-            raise self._renamed(from_value_error(error)) from None
-
-    def _renamed(self, problem: APIError) -> APIError:
-        name = problem.param or ""
-        own = self.NAMES.get(name, name)
-        return problem if getattr(self, own, None) is None else problem.renamed(name, own)
+            raise from_value_error(error) from None
 
     def token_limit(self, default: int | None, fields: Mapping[str, int | None]) -> int | None:
         """The one limit on the answer's tokens, whatever its name; None for no limit, as n_predict -1 asks for.
