@@ -17,8 +17,6 @@ Tool = Mapping[str, Any]
 
 def tool_names(tools: Sequence[Tool]) -> list[str]:
     """Names of {"type": "function", "function": {"name", "description", "parameters"}} tools. Raises ValueError."""
-    if len(tools) > MAX_TOOLS:
-        raise ValueError(f"tools has {len(tools)} entries, at most {MAX_TOOLS} are allowed")
     names: list[str] = []
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -74,10 +72,12 @@ def forced_calls(
 
 
 def check_tools(tools: Sequence[Tool]) -> list[str]:
-    """As tool_names(), of tools that are needed."""
+    """As tool_names(), of tools that become a constraint."""
     names = tool_names(tools)
     if not names:
         raise ValueError("tool_choice needs tools")
+    if len(names) > MAX_TOOLS:
+        raise ValueError(f"tools has {len(names)} entries, at most {MAX_TOOLS} are allowed")
     return names
 
 

@@ -232,6 +232,7 @@ RESPONSE_TOOL = {"type": "function", **BAD_TOOL}
         ({"json_schema": BAD}, "json_schema"),
         ({"json_schema": "{"}, "json_schema"),
         ({**CHAT_TOOLS, "tool_choice": "required"}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools.1.function.name"),
         ({"tools": [TOOL, TOOL], "tool_choice": "required"}, "tools.1.function.name"),
     ],
 )
@@ -248,6 +249,7 @@ def test_a_constraint_is_named_by_what_asks_for_it(
     [
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}}, "text.format.schema"),
         ({"tools": [RESPONSE_TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [RESPONSE_TOOL] * 2}, "tools.1.name"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
     ],

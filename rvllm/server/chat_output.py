@@ -12,7 +12,7 @@ from rvllm.server.chat_prompt import ChatPrompt, NamedTool
 from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.served_model import ServedModel
 from rvllm.structured_output import StructuredOutput
-from rvllm.tool_choice import forced_calls
+from rvllm.tool_choice import forced_calls, tool_names
 from rvllm.tool_formats import JSON, ToolFormat, find_format
 from rvllm.tool_grammar import optional_calls
 from rvllm.tool_parser import ToolCall, ToolCallParser
@@ -73,6 +73,7 @@ class TurnFormat:
         is_parallel = parallel is not False
         tools = [tool.model_dump(exclude_none=True) for tool in prompt.tools]
         try:
+            tool_names(tools)
             if choice in (None, "auto"):
                 turn = cls(reasoning, thinks, find_format(source), schemas, is_parallel)
                 return replace(turn, calls=turn.optional_calls(tools, model.tokenizer))
