@@ -396,8 +396,8 @@ class LLMEngine:
         return checked
 
     def _max_num_tokens(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Length of prompt and answer at which a request ends; the last token needs no slot in the KV cache."""
-        if num_prompt_tokens >= self.max_model_len:
+        """Length of prompt and answer at which a request ends; an answer's last token needs no slot in the KV cache."""
+        if num_prompt_tokens + (max_tokens != 0) > self.max_model_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} for "
                 "prompt and answer together"
@@ -406,7 +406,8 @@ class LLMEngine:
             max_tokens = max(1, self.block_manager.max_num_tokens + 1 - num_prompt_tokens)
         length = min(num_prompt_tokens + max_tokens, self.max_model_len)
         self._check_fits(
-            length - 1, f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need"
+            max(length - 1, num_prompt_tokens),
+            f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need",
         )
         return length
 

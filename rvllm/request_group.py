@@ -29,6 +29,8 @@ class Choice:
     def append(self, token: SampledToken) -> CompletionOutput:
         """Adds a token; returns it with the text that is now certain, and finish_reason if it was the last."""
         request, params, token_id = self.request, self.request.params, token.token_id
+        if params.max_tokens == 0:  # a prompt that is computed to its end gives one all the same
+            return self.end("length")
         request.token_ids.append(token_id)
         is_complete = False
         if request.grammar is not None:
@@ -139,6 +141,6 @@ class RequestGroup:
     ) -> list[dict[int, Logprob] | None] | None:
         """With the first token of the first choice, which has computed them."""
         choice = self.choices[0]
-        is_first = choice.request.num_output_tokens == 1
-        has_come = any(completion.index == 0 and completion.token_ids for completion in completions)
+        is_first = choice.request.num_output_tokens <= 1
+        has_come = any(completion.index == 0 for completion in completions)
         return choice.prompt_logprobs() if is_first and has_come else None

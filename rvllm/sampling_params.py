@@ -69,7 +69,7 @@ class SamplingParams:
     seed: None or -1: derived from the engine's seed.
     stop: strings that end the text; the text is cut before them unless include_stop_str_in_output.
         At most 64, of 65,536 characters together.
-    max_tokens: None runs to the end of the context.
+    max_tokens: None runs to the end of the context; 0 generates nothing, for the log probabilities of a prompt.
     min_tokens: until then end-of-generation and stop tokens are banned and stop strings are not searched.
     logit_bias: token id -> addend in [-100, 100].
     logprobs: None for none, else how many alternatives beside the sampled token. Always natural logarithms
@@ -113,7 +113,7 @@ class SamplingParams:
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
+            _check_int("max_tokens", self.max_tokens, 0)
         _check_int(
             "min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens
         )

@@ -240,7 +240,6 @@ def test_engine_options(generate: Generate, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["-n", "0"], ["max_tokens", "0"]),
         (["-n", "-1"], ["max_tokens", "-1"]),
         (["-n", "x"], ["-n", "'x'"]),
         (["--temperature", "-1"], ["temperature"]),

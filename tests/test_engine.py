@@ -134,6 +134,8 @@ def test_request_larger_than_the_pool_is_refused_and_others_run() -> None:
     assert "17 KV-cache blocks" in refused(engine, [50] * 200, max_tokens=58)
     assert run(engine)["good"].outputs[0].token_ids == tokens_alone([5, 6], 4)
     assert len(generate(engine, [50] * 200, max_tokens=57, ignore_eos=True).outputs[0].token_ids) == 57
+    assert "17 KV-cache blocks" in refused(engine, [50] * 257, max_tokens=0)
+    assert generate(engine, [50] * 256, max_tokens=0).outputs[0].token_ids == []
     assert_usable(engine)
 
 

@@ -27,7 +27,7 @@ NAN, INF = math.nan, math.inf
         *[("top_k", v) for v in (-2, -5, 1.5, "3", None, True)],
         *[("min_p", v) for v in (-0.1, 1.1, NAN)],
         *[("seed", v) for v in (2**64, -(2**63) - 1, 1.5, "1", True)],
-        *[("max_tokens", v) for v in (0, -1, 1.0, "16", True)],
+        *[("max_tokens", v) for v in (-1, 1.0, "16", True)],
         *[("min_tokens", v) for v in (-1, 17, 0.5, None)],
         *[("presence_penalty", v) for v in (-2.1, 2.1, NAN, None)],
         *[("frequency_penalty", v) for v in (-2.1, 2.1, NAN)],
@@ -72,8 +72,8 @@ def test_message_names_value_and_limit() -> None:
         SamplingParams(repetition_penalty=0)
     with pytest.raises(ValueError, match=r"^min_tokens must be in \[0, 4\], got 5$"):
         SamplingParams(max_tokens=4, min_tokens=5)
-    with pytest.raises(ValueError, match=r"^max_tokens must be at least 1, got 0$"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(ValueError, match=r"^max_tokens must be at least 0, got -1$"):
+        SamplingParams(max_tokens=-1)
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, -0.0, 5e-324, 1e-300, 1e-40, 1e-8, 9.9e-6])
@@ -94,6 +94,7 @@ def test_edges_are_accepted() -> None:
     for seed in (-1, 0, 2**64 - 1, None):
         SamplingParams(seed=seed)
     SamplingParams(max_tokens=None, min_tokens=10**6)
+    SamplingParams(max_tokens=0)
     SamplingParams(logit_bias={0: -100, 5: 100.0})
     SamplingParams(logprobs=0)
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3))
@@ -104,7 +105,7 @@ def test_messages_name_value_and_limit() -> None:
         SamplingParams(temperature=2e6)
     with pytest.raises(ValueError, match=r"^temperature must be .* got an integer of 33220 bits$"):
         SamplingParams(temperature=10**10_000)
-    with pytest.raises(ValueError, match=r"^max_tokens must be at least 1, got an integer of 33220 bits$"):
+    with pytest.raises(ValueError, match=r"^max_tokens must be at least 0, got an integer of 33220 bits$"):
         SamplingParams(max_tokens=-(10**10_000))
     with pytest.raises(ValueError, match=r"^stop must hold at most 64 strings, got 65$"):
         SamplingParams(stop=["x"] * 65)

@@ -145,6 +145,19 @@ def test_scores_do_not_depend_on_the_cache(server: TinyServer) -> None:
     )
 
 
+def test_a_prompt_may_fill_the_context_where_nothing_is_generated(server: TinyServer) -> None:
+    full = [65] * server.model.max_model_len
+    for echo in ({}, {"echo": True}, {"echo": True, "logprobs": 1}):
+        answer = server.ok(PATH, prompt=full, max_tokens=0, **echo)
+        assert answer["usage"]["completion_tokens"] == 0 and answer["usage"]["prompt_tokens"] == len(full)
+        if "logprobs" in echo:
+            assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == len(full)
+    assert server.ok("/completion", prompt=full, n_predict=0)["tokens_predicted"] == 0
+    for prompt, max_tokens in ((full, 1), ([*full, 65], 0)):
+        error = server.refused(PATH, prompt=prompt, max_tokens=max_tokens)
+        assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+
+
 def test_echo_without_logprobs(server: TinyServer) -> None:
     plain = server.ok(PATH, prompt=["a", "b"], temperature=0, max_tokens=3)["choices"]
     echoed = server.ok(PATH, prompt=["a", "b"], temperature=0, max_tokens=3, echo=True)["choices"]

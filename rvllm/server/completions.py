@@ -41,22 +41,13 @@ class CompletionRequest(OpenAIFields):
     logprobs: int | None = None
     best_of: int | None = None
 
-    @property
-    def limit(self) -> int | None:
-        fields = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
-        return self.token_limit(DEFAULT_MAX_TOKENS, fields)
-
-    @property
-    def hides_tokens(self) -> bool:
-        """One token is the least that the engine samples; with max_tokens 0 it is not shown."""
-        return self.limit == 0
-
     def to_sampling_params(self) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise unsupported("best_of", "it must be equal to n")
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        fields = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
         return self.sampling_params(
-            max_tokens=1 if self.hides_tokens else self.limit,
+            max_tokens=self.token_limit(DEFAULT_MAX_TOKENS, fields),
             logprobs=self.logprobs,
             structured_output=structured_output(self, self.response_format),
             prompt_logprobs=max((number for number in wanted if number is not None), default=None),
@@ -106,7 +97,7 @@ class CompletionAnswer:
             for i, output in enumerate(self.generation.results)
             for completion in output.outputs
         ]
-        answer = {**self._head, "choices": choices, "usage": self._usage()}
+        answer = {**self._head, "choices": choices, "usage": self.generation.usage()}
         if self.body.timings_per_token:
             answer["timings"] = self.generation.timings()
         return answer
@@ -120,7 +111,7 @@ class CompletionAnswer:
                     if has_news or choice["finish_reason"] is not None:
                         yield event(self._chunk([choice]))
             if self.body.include_usage:
-                yield event({**self._head, "choices": [], "usage": self._usage()})
+                yield event({**self._head, "choices": [], "usage": self.generation.usage()})
         except APIError as error:
             yield event(error.body)
         yield DONE
@@ -128,7 +119,7 @@ class CompletionAnswer:
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "choices": choices}
         if self.body.include_usage:
-            chunk["usage"] = self._usage() if self.body.continuous_usage else None
+            chunk["usage"] = self.generation.usage() if self.body.continuous_usage else None
         if self.body.timings_per_token:
             chunk["timings"] = self.generation.timings()
         return chunk
@@ -136,7 +127,7 @@ class CompletionAnswer:
     def _choice(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """The choice with what is new of it: the prompt, if that is echoed, comes with its first part."""
         index = i * self.generation.n + completion.index
-        text = "" if self.body.hides_tokens else completion.text
+        text = completion.text
         logprobs = None
         is_first = index not in self._logprobs
         if is_first:
@@ -149,16 +140,15 @@ class CompletionAnswer:
             )
             if self.body.echo and self.body.logprobs is not None:
                 logprobs = self._prompt_logprobs(i)
-        if completion.logprobs is not None and not self.body.hides_tokens:
+        if completion.logprobs is not None:
             new = self._logprobs[index].add(completion.token_ids, completion.logprobs)
             logprobs = join_logprobs(logprobs, new)
-        reason = completion.finish_reason
         choice = {
             "index": index,
             "text": text,
             "logprobs": logprobs,
-            "finish_reason": "length" if reason is not None and self.body.hides_tokens else reason,
-            "stop_reason": None if self.body.hides_tokens else completion.stop_reason,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
         }
         if self.body.prompt_logprobs is not None and is_first:
             choice["prompt_logprobs"] = prompt_logprobs(self.generation.results[i].prompt_logprobs)
@@ -185,7 +175,3 @@ class CompletionAnswer:
         entries = logprobs.add(ids, result.prompt_logprobs or [None] * len(ids))
         entries["text_offset"] = [max(0, start) for start in entries["text_offset"]]
         return entries
-
-    def _usage(self) -> dict[str, Any]:
-        hidden = self.generation.num_generated_tokens if self.body.hides_tokens else 0
-        return self.generation.usage(hidden)

@@ -229,9 +229,9 @@ class Generation:
     def num_generated_tokens(self) -> int:
         return sum(len(completion.token_ids) for output in self.results for completion in output.outputs)
 
-    def usage(self, num_hidden_tokens: int = 0) -> dict[str, Any]:
-        """OpenAI's usage object. num_hidden_tokens: sampled, but not part of the answer."""
-        prompt, completion = self.num_prompt_tokens, self.num_generated_tokens - num_hidden_tokens
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        prompt, completion = self.num_prompt_tokens, self.num_generated_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,

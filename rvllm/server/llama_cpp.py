@@ -94,9 +94,8 @@ class LlamaCompletionRequest(SamplingFields):
         if self.n_probs is not None and not 0 <= self.n_probs <= MAX_LOGPROBS:
             raise bad_request(f"n_probs must be in [0, {MAX_LOGPROBS}], got {self.n_probs}", "n_probs")
         defaults = {name: value for name, value in DEFAULTS.items() if getattr(self, name) is None}
-        limit = self.token_limit(None, {"max_tokens": self.max_tokens})
         return self.sampling_params(
-            max_tokens=1 if limit == 0 else limit,
+            max_tokens=self.token_limit(None, {"max_tokens": self.max_tokens}),
             logprobs=self.n_probs or None,
             n=self.n_cmpl if self.n_cmpl is not None else self.n,
             repetition_penalty=penalty,
@@ -104,10 +103,6 @@ class LlamaCompletionRequest(SamplingFields):
             structured_output=structured_output(self),
             **defaults,
         )
-
-    @property
-    def hides_tokens(self) -> bool:
-        return self.token_limit(None, {"max_tokens": self.max_tokens}) == 0
 
     def _logit_bias(self, model: ServedModel) -> dict[int, float] | None:
         given: Any = self.logit_bias or ()
@@ -233,27 +228,24 @@ class LlamaAnswer:
     def final(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         """The last object of a choice; its content is what completion holds, all of it or the rest."""
         whole = self.generation.results[i].outputs[completion.index]
-        hides = self.body.hides_tokens
         reason, stop = completion.finish_reason, completion.stop_reason
         final = {
             "index": i * self.generation.n + completion.index,
-            "content": "" if hides else completion.text,
-            "tokens": completion.token_ids if self.body.return_tokens and not hides else [],
+            "content": completion.text,
+            "tokens": completion.token_ids if self.body.return_tokens else [],
             "id_slot": -1,
             "stop": True,
             "model": self.generation.model.name,
-            "tokens_predicted": 0 if hides else len(whole.token_ids),
+            "tokens_predicted": len(whole.token_ids),
             "tokens_evaluated": len(output.prompt_token_ids),
             "generation_settings": self._settings(),
             "prompt": self._prompt(output),
-            "stop_type": "limit"
-            if hides
-            else STOP_TYPES.get(reason or "", "word" if stop is not None else "eos"),
+            "stop_type": STOP_TYPES.get(reason or "", "word" if stop is not None else "eos"),
             "stopping_word": stop if isinstance(stop, str) else "",
             "tokens_cached": output.num_cached_tokens,
             "truncated": False,
             "timings": self.generation.timings(i),
-            **({} if hides else self._probabilities(completion)),
+            **self._probabilities(completion),
         }
         return _chosen(final, self.body.response_fields) if self.body.response_fields else final
 
