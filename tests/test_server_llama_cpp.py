@@ -49,6 +49,8 @@ def test_the_answer_has_llama_cpps_shape_and_defaults(server: TinyServer) -> Non
         entry.keys() == {"id", "token", "bytes", "logprob", "top_logprobs"}
         and entry["id"] == answer["tokens"][0]
     )
+    (best, second) = entry["top_logprobs"]
+    assert best.keys() == second.keys() == {"id", "token", "bytes", "logprob"} and best["id"] != second["id"]
     assert (
         answer["generation_settings"]["top_k"] == 40 and answer["generation_settings"]["temperature"] == 0.8
     )

@@ -258,9 +258,8 @@ class LlamaAnswer:
         if completion.logprobs is None:
             return {}
         tokenizer = self.generation.model.tokenizer
-        entries = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, self.body.n_probs or 0)
-        for token_id, entry in zip(completion.token_ids, entries, strict=True):
-            entry["id"] = token_id
+        num_top = self.body.n_probs or 0
+        entries = chat_logprobs(tokenizer, completion.token_ids, completion.logprobs, num_top, with_ids=True)
         return {"completion_probabilities": entries}
 
     def _settings(self) -> dict[str, Any]:

@@ -75,11 +75,13 @@ def chat_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[Mapping[int, Logprob]],
     num_top: int,
+    with_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """The entries of /v1/chat/completions."""
+    """The entries of /v1/chat/completions; with_ids: as llama.cpp has them."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         return {
+            **({"id": token_id} if with_ids else {}),
             "token": logprob.decoded_token,
             "logprob": max(logprob.logprob, LOWEST),
             "bytes": list(tokenizer.token_bytes(token_id, special=True)),
