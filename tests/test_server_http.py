@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import re
@@ -424,6 +425,17 @@ def test_a_body_that_stops_coming_is_a_408(server: TinyServer, monkeypatch: pyte
         while part := connection.recv(4096):
             answer += part
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"error":{"message":"the body comes too slowly' in answer
+
+
+def test_a_body_that_is_compressed_is_a_415(server: TinyServer) -> None:
+    data = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    for coding, status in {"gzip": 415, "br, deflate": 415, "identity": 200, "": 200}.items():
+        body = gzip.compress(data) if coding == "gzip" else data
+        response = server.request("POST", PATH, content=body, headers={"Content-Encoding": coding})
+        assert response.status_code == status
+        if status == 415:
+            assert f"Content-Encoding {coding!r} is not supported" in error_of(response, 415)["message"]
+            assert response.headers["accept-encoding"] == "identity"
 
 
 def test_many_at_a_time_and_one_after_the_other(server: TinyServer) -> None:

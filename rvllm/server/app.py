@@ -50,6 +50,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (404, "There is no such model or route."),
         (408, "The body did not come, or no token came in time."),
         (413, "The body is too large."),
+        (415, "The body is compressed."),
         (429, "The queue is full; Retry-After says when to come back."),
         (500, "The engine has failed."),
         (503, "The model is being loaded, or the server shuts down."),

@@ -151,7 +151,15 @@ class AfterBody:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises APIError: 413 when it is too large, 408 when it stops coming."""
+    """The body of a request. Raises APIError: 408 when it stops coming, 413 when it is too large, 415 if compressed."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        raise APIError(
+            415,
+            f"Content-Encoding {coding[:50]!r} is not supported: send the body as it is",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},
+        )
     limit: int = request.app.state.config.max_body_size
     too_large = APIError(
         413, f"the body is larger than {limit} bytes (see --max-body-size)", code="body_too_large"
