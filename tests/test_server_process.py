@@ -146,6 +146,15 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
 
 def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
     with socket.socket() as taken:
+def test_a_fault_of_ours_is_not_reported_as_the_users(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no user has said so")
+
+    monkeypatch.setattr("rvllm.server.serve.start_engine", fail)
+    with pytest.raises(ValueError, match="no user has said so"):
+        main(["serve", "--port", "0", "-m", str(model)])
+
+
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]

@@ -88,8 +88,7 @@ class Server:
     def _load(self) -> None:
         try:
             llm = load_chat_llm(self._args, self._args.seed, num_replicas=self._num_replicas)
-            with user_errors():
-                model = start_engine(self._app, llm, self._args.max_queue)
+            model = start_engine(self._app, llm, self._args.max_queue)
         except Exception as error:  # whatever it is, the main thread raises it
             self._load_error = error
             self._uvicorn.should_exit = True
