@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from grammars import tokenizer
+from server_client import wait_until
 
 from rvllm.grammar import GrammarCompiler
 from rvllm.grammar_source import GrammarTrial, TooSlowError, source
@@ -71,17 +72,19 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
 
 
 def test_hostile_grammars_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rvllm.grammar._TRIAL_SECONDS", (0.1, 3.0))
+    monkeypatch.setattr("rvllm.grammar._TRIAL_SECONDS", (0.1, 1e6))  # the second: until it is closed
     compiler = GrammarCompiler(tokenizer())
     compiler.isolate()
     try:
         with compiler.compiling(HOSTILE[0]) as first, compiler.compiling(HOSTILE[1]) as second:
             state = compiler.compile(BENIGN)
             state.advance(ord("a"))
+            wait_until(lambda: compiler._trials[1]._process is not None)  # the first is on trial again
             assert not first.done() and not second.done()
-            compiler.close()
-            with pytest.raises(ValueError, match="json_schema: "):
-                first.result()
-        second.exception()
+        compiler.close()
+        with pytest.raises(ValueError, match="json_schema: "):
+            first.result()
+        with pytest.raises(ValueError, match="nobody waits"):
+            second.result()
     finally:
         compiler.close()
