@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 from rvllm.chat_session import ChatDelta, ChatError, ChatTooLongError, Message
-from rvllm.http_client import event_data
+from rvllm.http_client import bearer, event_data
 from rvllm.reasoning_formats import find_reasoning
 from rvllm.sampling_params import SamplingParams
 
@@ -135,15 +135,15 @@ class ServerChat:
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
         parts = _split_url(url)
-        if api_key and not api_key.isprintable():  # what no header can hold
-            raise ChatError("the API key must be one line of printable characters")
         self._url = url
         self._parts = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:
-            key = api_key.encode().decode("latin-1")  # headers are written in Latin-1: this is UTF-8
-            self._headers["Authorization"] = f"Bearer {key}"
+            try:
+                self._headers["Authorization"] = bearer(api_key)
+            except ValueError as error:
+                raise ChatError(str(error)) from None
         self._socket: socket.socket | None = None  # of the answer that is coming
         cards = self.models()
         card = next((card for card in cards if model in (None, card.get("id"))), None)

@@ -7,6 +7,7 @@ measures must not take the processor from it.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,16 @@ import httptools
 from rvllm.version import __version__
 
 OnEvent = Callable[[bytes], None]
+
+_NAME = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
+_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+
+
+def bearer(api_key: str) -> str:
+    """The value of an Authorization header. Raises ValueError for a key that no header can hold."""
+    if not api_key.isprintable():
+        raise ValueError("the API key must be one line of printable characters")
+    return "Bearer " + api_key.encode().decode("latin-1")  # in which headers are written: this is UTF-8
 
 
 def event_data(line: bytes) -> bytes | None:
@@ -53,7 +64,7 @@ class Endpoint:
             **(headers or {}),
         }
         for name, value in self._headers.items():
-            if not (name + value).isprintable() or not (name + value).isascii():
+            if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
                 raise ValueError(f"header {name!r} has characters that no header may have")
 
     async def request(
@@ -66,7 +77,7 @@ class Endpoint:
         head = [f"{method} {self._path}{path} HTTP/1.1", *(f"{k}: {v}" for k, v in self._headers.items())]
         if body is not None:
             head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
-        data = "\r\n".join([*head, "", ""]).encode("ascii") + (body or b"")
+        data = "\r\n".join([*head, "", ""]).encode("latin-1") + (body or b"")
         loop = asyncio.get_running_loop()
         transport, exchange = await loop.create_connection(
             lambda: _Exchange(data, on_event, loop.create_future()), self.host, self.port, ssl=self._ssl

@@ -14,7 +14,7 @@ import pytest
 from fake_openai_server import FakeServer, fake_server
 
 from rvllm.cli import main
-from rvllm.http_client import Endpoint
+from rvllm.http_client import Endpoint, bearer
 from rvllm.load import (
     LoadOptions,
     RequestResult,
@@ -140,9 +140,19 @@ def test_addresses_that_are_none(url: str) -> None:
         Endpoint(url)
 
 
-def test_headers_cannot_smuggle_lines() -> None:
-    with pytest.raises(ValueError, match="header 'X'"):
-        Endpoint("http://x", {"X": "a\r\nY: b"})
+@pytest.mark.parametrize(
+    ("name", "value"), [("X", "a\r\nY: b"), ("X", "\x7f"), ("X", "\u20ac"), ("X: a\r\nY", "b"), ("X Y", "b")]
+)
+def test_headers_cannot_smuggle_lines(name: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"header {name!r}".replace("\\", ".")):
+        Endpoint("http://x", {name: value})
+
+
+def test_a_key_is_sent_in_utf8(server: FakeServer) -> None:
+    endpoint = Endpoint(server.url, {"Authorization": bearer("schl\u00fcssel \U0001f511")})
+    asyncio.run(send(endpoint, LoadOptions(model="m"), REQUEST))
+    (headers,) = server.headers
+    assert headers["authorization"].encode("latin-1").decode() == "Bearer schl\u00fcssel \U0001f511"
 
 
 def test_first_model(server: FakeServer) -> None:
@@ -339,6 +349,13 @@ def test_report(bench: Bench, server: FakeServer) -> None:
     assert len(server.bodies) == 7  # the first is the warm-up
     assert {body["model"] for body in server.bodies} == {"fake"}
     assert {(h["authorization"], h["x-a"]) for h in server.headers} == {("Bearer k", "b=c")}
+
+
+@pytest.mark.parametrize("key", ["a\nb", "a\rb", "a\0", "\udcff"])
+def test_a_key_that_no_header_can_hold_is_named(bench: Bench, server: FakeServer, key: str) -> None:
+    status, out, err = bench("--base-url", server.url, *LOAD, "--api-key", key)
+    assert (status, out) == (2, "") and not server.bodies
+    assert err == "rvllm: error: the API key must be one line of printable characters\n"
 
 
 def test_json(bench: Bench, server: FakeServer) -> None:

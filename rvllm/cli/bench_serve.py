@@ -197,11 +197,11 @@ async def _measure(
 
     import numpy as np
 
-    from rvllm.http_client import Endpoint
+    from rvllm.http_client import Endpoint, bearer
     from rvllm.load import arrival_times, drive, first_model, send
 
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **dict(args.header)}
+    headers = {**({"Authorization": bearer(key)} if key else {}), **dict(args.header)}
     servers = []
     for url in dict.fromkeys([args.base_url, *args.compare]):
         endpoint = Endpoint(url, headers)
