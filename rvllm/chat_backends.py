@@ -58,10 +58,6 @@ class LocalChat:
                     f"the messages have {len(ids)} tokens, too many for a context of "
                     f"{engine.max_model_len} and an answer"
                 )
-            if self._reasoning is not None and any(
-                map(self._llm.tokenizer.has_control, self._reasoning.marks)
-            ):
-                params = replace(params, skip_special_tokens=False)
             group = engine.prepare(request_id, ids, params)
         except ValueError as error:
             raise ChatError(" ".join(str(error).split())) from None
