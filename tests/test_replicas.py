@@ -33,7 +33,7 @@ from rvllm.system import affine_cpus
 
 pytestmark = [
     pytest.mark.skipif(affine_cpus() < 2, reason="two replicas need two processors"),
-    pytest.mark.usefixtures("elsewhere"),
+    pytest.mark.usefixtures("elsewhere", "own_logging"),
 ]
 
 LONG = {"prompt": "Once", "max_tokens": 60_000, "ignore_eos": True}

@@ -18,6 +18,8 @@ from tiny_gguf import write_tiny_model
 from rvllm.cli import main
 from rvllm.server.logs import logger as request_logger
 
+pytestmark = pytest.mark.usefixtures("own_logging")
+
 LONG = {"prompt": "Once", "max_tokens": 60_000, "ignore_eos": True, "stream": True}
 
 
@@ -144,8 +146,6 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
         assert error.startswith("rvllm: error: ") and name in error
 
 
-def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
-    with socket.socket() as taken:
 def test_a_fault_of_ours_is_not_reported_as_the_users(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("no user has said so")
@@ -155,6 +155,8 @@ def test_a_fault_of_ours_is_not_reported_as_the_users(model: Path, monkeypatch: 
         main(["serve", "--port", "0", "-m", str(model)])
 
 
+def test_a_port_in_use_is_one_line(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
