@@ -12,14 +12,13 @@ import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 from rvllm.engine import EngineStats, LLMEngine
-from rvllm.engine_errors import EmbeddingError, EngineDeadError, EngineStoppedError, QueueFullError
-from rvllm.finishing_rate import FinishingRate
+from rvllm.engine_errors import EmbeddingError, EngineDeadError, EngineStoppedError
+from rvllm.in_flight import InFlight
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.request_group import RequestGroup
 from rvllm.request_preparer import RequestPreparer
@@ -65,10 +64,7 @@ class AsyncEngine:
         self._has_work = threading.Condition(self._lock)
         # All of the following are guarded by the lock.
         self._commands: list[Callable[[], None]] = []
-        self._streams: dict[str, RequestStream] = {}
-        self._num_in_flight = 0
-        self._emptied: list[Future[None]] = []  # set when nothing is in flight
-        self._rate = FinishingRate()
+        self._in_flight = InFlight(self.max_in_flight)
         self._is_stopping = False
         self._is_draining = False
         self._is_dead = False
@@ -111,7 +107,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Choices in flight that do not run, also those whose prompts are still being encoded."""
-        return max(0, self._num_in_flight - self._stats.num_running)
+        return max(0, self._in_flight.num_places - self._stats.num_running)
 
     def stats(self) -> EngineStats:
         """The engine's counters after its latest step. From any thread."""
@@ -195,7 +191,7 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request with finish_reason "abort" before the next step. From any thread."""
         with self._lock:
-            stream = self._streams.get(request_id)
+            stream = self._in_flight.streams.get(request_id)
         if stream is not None:
             self._post_abort(stream, "abort")
 
@@ -206,7 +202,7 @@ class AsyncEngine:
         if await self._wait_until_empty(timeout):
             return
         with self._lock:
-            streams = list(self._streams.values())
+            streams = list(self._in_flight.streams.values())
         for stream in streams:
             self._post_abort(stream, "abort")
         await self._wait_until_empty(None)
@@ -263,38 +259,26 @@ class AsyncEngine:
         stream = RequestStream(request_id, num_choices)
         with self._lock:
             self._refuse()
-            if request_id in self._streams:
-                raise ValueError(f"request_id {request_id!r} is in use")
-            self._take_places(num_choices)
-            self._streams[request_id] = stream
+            self._in_flight.add(stream)
         return stream
 
     @contextmanager
     def _place(self, count: int) -> Iterator[None]:
         with self._lock:
             self._refuse()
-            self._take_places(count)
+            self._in_flight.take(count)
         try:
             yield
         finally:
             with self._lock:
-                self._num_in_flight -= count
-
-    def _take_places(self, count: int) -> None:
-        excess = self._num_in_flight + count - self.max_in_flight
-        if excess > 0 and self._num_in_flight:
-            raise QueueFullError(
-                f"{self._num_in_flight} requests are in flight, at most {self.max_in_flight} are taken",
-                self._rate.retry_after(excess),
-            )
-        self._num_in_flight += count
+                self._in_flight.num_places -= count
 
     def _close(self, stream: RequestStream) -> None:
         """Its consumer has left: others can have its place at once, its blocks after the step that is running."""
         with self._lock:
-            self._give_back_places(stream)
+            self._in_flight.give_back(stream)
             if not stream.is_submitted and not stream.is_closed:
-                self._drop(stream)
+                self._in_flight.drop(stream)
         if stream.is_submitted:
             self._post_abort(stream, "abort")
 
@@ -339,11 +323,10 @@ class AsyncEngine:
             stream.event.clear()
 
     async def _wait_until_empty(self, timeout: float | None) -> bool:
-        emptied: Future[None] = Future()
         with self._lock:
-            if not self._streams:
+            if not self._in_flight.streams:
                 return True
-            self._emptied.append(emptied)
+            emptied = self._in_flight.emptied()
         try:
             await asyncio.wait_for(asyncio.wrap_future(emptied), timeout)
         except asyncio.TimeoutError:
@@ -396,7 +379,7 @@ class AsyncEngine:
         if is_busy:
             self._num_failed_steps = 0
         self._stats = self.engine.stats
-        self._rate.add_busy(time.monotonic() - start)
+        self._in_flight.rate.add_busy(time.monotonic() - start)
         self._deliver(outputs)
 
     def _submit(self, stream: RequestStream, group: RequestGroup) -> None:
@@ -415,7 +398,7 @@ class AsyncEngine:
             self._deliver([output])
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        streams = [self._streams[output.request_id] for output in outputs]
+        streams = [self._in_flight.streams[output.request_id] for output in outputs]
         if self._observer is not None:  # before the outputs are the consumers'
             observe(self._observer, streams, outputs)
         woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
@@ -428,32 +411,17 @@ class AsyncEngine:
                 else:
                     stream.output.add(output)
                 if output.finished:
-                    self._rate.add_finished(stream.num_choices)
-                    self._drop(stream)
+                    self._in_flight.rate.add_finished(stream.num_choices)
+                    self._in_flight.drop(stream)
         for loop, sleepers in woken.items():
             if not wake(loop, sleepers):
                 for stream in sleepers:
                     self._abort(stream, "abort")
 
-    def _give_back_places(self, stream: RequestStream) -> None:
-        self._num_in_flight -= stream.num_places
-        stream.num_places = 0
-
-    def _drop(self, stream: RequestStream) -> None:
-        """Takes a stream out, under the lock; what is in it can still be read."""
-        stream.is_closed = True
-        del self._streams[stream.request_id]
-        self._give_back_places(stream)
-        if not self._streams:
-            for emptied in self._emptied:
-                if emptied.set_running_or_notify_cancel():
-                    emptied.set_result(None)
-            self._emptied.clear()
-
     def _fail_dropped(self, make_error: Callable[[], Exception]) -> None:
         """Ends the requests that the engine has dropped; those still to be submitted are none of them."""
         with self._lock:
-            streams = list(self._streams.values())
+            streams = list(self._in_flight.streams.values())
         self._fail(
             [s for s in streams if s.is_queued and not self.engine.has_request(s.request_id)], make_error
         )
@@ -461,7 +429,7 @@ class AsyncEngine:
     def _fail_all(self, make_error: Callable[[], Exception]) -> None:
         """Ends whatever still waits for the engine thread, which is gone."""
         with self._lock:
-            streams = list(self._streams.values())
+            streams = list(self._in_flight.streams.values())
             self._commands.clear()
         self._fail(streams, make_error)
 
@@ -471,7 +439,7 @@ class AsyncEngine:
             for stream in streams:
                 stream.error = make_error()
                 woken.setdefault(stream.loop, []).append(stream)
-                self._drop(stream)
+                self._in_flight.drop(stream)
         for loop, sleepers in woken.items():
             wake(loop, sleepers)
 

@@ -14,7 +14,7 @@ from fake_runner import tokens_alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rvllm.async_engine import QueueFullError
+from rvllm.engine_errors import QueueFullError
 from rvllm.finishing_rate import FinishingRate
 from rvllm.sampling_params import SamplingParams
 
