@@ -271,6 +271,14 @@ def test_a_grammar_too_complex_to_go_on_is_named(server: TinyServer, monkeypatch
     assert server.events(PATH, **body)[-1]["error"] == error
 
 
+def test_settings_that_ask_for_nothing_are_taken(server: TinyServer) -> None:
+    assert server.ok(PATH, messages=HI, max_tokens=1, verbosity="medium", reasoning_effort="none")
+    text = {"verbosity": "medium"}
+    assert server.ok(
+        "/v1/responses", input="hi", max_output_tokens=1, text=text, reasoning={"effort": "none"}
+    )
+
+
 def test_template_kwargs_reach_the_template(tmp_path_factory: pytest.TempPathFactory) -> None:
     template = (
         TEMPLATE + "{{ mood }}{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}{{ documents }}"

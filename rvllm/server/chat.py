@@ -41,7 +41,7 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
         "prompt": (),
         "suffix": (),
         "thinking_token_budget": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "web_search_options": (),
     }
     NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}

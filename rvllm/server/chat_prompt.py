@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from rvllm.reasoning_formats import find_reasoning
 from rvllm.server.errors import bad_request, from_value_error, unsupported
 from rvllm.server.messages import Message, template_messages
 from rvllm.server.schemas import APIRequest, Items, one_of
@@ -98,7 +99,11 @@ def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: An
         raise bad_request(
             "the model has no chat template: use /v1/completions, or start with --chat-template"
         )
-    if "reasoning_effort" in arguments and "reasoning_effort" not in template.source:
+    has_setting = "reasoning_effort" in template.source
+    asks_for_none = arguments.get("reasoning_effort") in (None, "none") and not find_reasoning(
+        template.source
+    )
+    if "reasoning_effort" in arguments and not (has_setting or asks_for_none):
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
     model.check_size(_num_characters([plain, arguments]), "messages")
     if arguments.get("documents") and "documents" not in template.source:
