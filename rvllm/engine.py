@@ -202,7 +202,9 @@ class LLMEngine:
         text, token_ids = self._encode(prompt)
         num_tokens = len(token_ids)
         if num_tokens > self.max_model_len:
-            raise ValueError(f"the prompt has {num_tokens} tokens, but max_model_len is {self.max_model_len}")
+            raise ValueError(
+                f"the prompt is too long: {num_tokens} tokens, but max_model_len is {self.max_model_len}"
+            )
         self._check_fits(num_tokens, f"a prompt of {num_tokens} tokens needs")
         pooler = self.runner.make_pooler(num_tokens)
         request = Request(
@@ -399,7 +401,7 @@ class LLMEngine:
         """Length of prompt and answer at which a request ends; an answer's last token needs no slot in the KV cache."""
         if num_prompt_tokens + (max_tokens != 0) > self.max_model_len:
             raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} for "
+                f"the prompt is too long: {num_prompt_tokens} tokens, but max_model_len is {self.max_model_len} for "
                 "prompt and answer together"
             )
         if max_tokens is None:

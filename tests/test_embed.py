@@ -100,7 +100,7 @@ def test_bad_prompts_are_refused(path: Path, tmp_path: Path) -> None:
     for prompts, message in (
         ([[1], []], "prompt 1: the prompt is empty"),
         ([[VOCAB]], f"prompt 0: prompt: {VOCAB}"),
-        ([[1] * 513], "prompt 0: the prompt has 513 tokens, but max_model_len is 512"),
+        ([[1] * 513], "prompt 0: the prompt is too long: 513 tokens, but max_model_len is 512"),
         ([[1] * 129], "prompt 0: a prompt of 129 tokens needs 9 KV-cache blocks, 8 are available"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -163,7 +163,7 @@ def test_control_tokens_in_a_text_prompt_are_parsed(llm: LLM) -> None:
         (["ok", ""], "prompt 1: the prompt is empty"),
         (["ok", []], "prompt 1: the prompt is empty"),
         (["ok", "ok", [300]], "prompt 2: prompt: 300 is no token id in"),
-        (["x" * 600, "ok"], "prompt 0: the prompt has 600 tokens, but max_model_len is 512"),
+        (["x" * 600, "ok"], "prompt 0: the prompt is too long: 600 tokens, but max_model_len is 512"),
         (["ok", "\ud83e"], "prompt 1: .*surrogate"),
         (b"text", "prompts must be text, token ids, or a list of such, got b'text'"),
         (["ok", b"text"], "prompt 1: the prompt must be text or token ids, got b'text'"),

@@ -404,3 +404,4 @@ def test_what_does_not_fit_is_named_as_its_api_calls_it(server: TinyServer) -> N
         response = server.refused("/v1/responses", input="A" * length)
         assert chat["code"] == response["code"] == "context_length_exceeded"
         assert (chat["param"], response["param"]) == ("messages", "input")
+        assert "prompt is too long" in chat["message"]  # by which LiteLLM knows it

@@ -85,7 +85,8 @@ class ServedModel:
         """Raises APIError for more characters than any prompt has that fits."""
         if num_characters > self.max_prompt_chars:
             raise bad_request(
-                f"{field}: {num_characters} characters are more than max_model_len {self.max_model_len} tokens hold",
+                f"{field}: the prompt is too long: {num_characters} characters, more than max_model_len "
+                f"{self.max_model_len} tokens hold",
                 field,
                 "context_length_exceeded",
             )
