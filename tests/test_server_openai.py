@@ -87,6 +87,7 @@ def test_responses_and_their_stream(client: openai.OpenAI) -> None:
     }
     whole = client.responses.create(**body)
     assert whole.id.startswith("resp_") and whole.status in ("completed", "incomplete")
+    assert [item.status for item in whole.output] == [whole.status]
     events = list(client.responses.create(**body, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]

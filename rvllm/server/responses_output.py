@@ -96,7 +96,7 @@ class ResponseOutput:
         if completion.is_finished:
             if not self.items:
                 yield from self._open(_new_item("message"))
-            yield from self._close()
+            yield from self._close("completed" if completion.finish_reason == "stop" else "incomplete")
 
     def _logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         if completion.logprobs is None:
@@ -152,12 +152,12 @@ class ResponseOutput:
                 "part": dict(content[0]),
             }
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self, status: str = "completed") -> Iterator[Event]:
         """Ends the last item, if it is open."""
         if not self.items or self.items[-1]["status"] != "in_progress":
             return
         item = self.items[-1]
-        item["status"] = "completed"
+        item["status"] = status
         place = self._place()
         if item["type"] == "function_call":
             done = {"name": item["name"], "arguments": item["arguments"]}
