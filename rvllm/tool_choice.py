@@ -10,7 +10,7 @@ from rvllm.structured_output import StructuredOutput
 MAX_TOOLS = 128
 MAX_PARALLEL_CALLS = 8  # of forced ones: a small model might go on for ever
 
-_ELSEWHERE = frozenset({"$ref", "$dynamicRef", "allOf", "anyOf", "oneOf"})  # these may name properties
+_ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})  # these may name properties
 
 Tool = Mapping[str, Any]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -75,6 +76,8 @@ NESTED = {"A": {"properties": {"n": {"$ref": "#/$defs/B"}}, "required": ["n"]}, 
         {"allOf": [{"$ref": "#/$defs/A"}], "$defs": NESTED},
         {"type": ["object", "null"], "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
         {"type": "object", "required": ["n"]},
+        {"type": "object", "enum": [{"n": 1}, {"n": 2}]},
+        {"const": {"n": 1}},
     ],
     ids=lambda parameters: next(iter(parameters)),
 )
@@ -83,6 +86,17 @@ def test_properties_may_be_named_elsewhere(parameters: dict[str, Any]) -> None:
     assert matches(output, '{"name": "f", "arguments": {"n": 1}}')
     assert not matches(output, '{"name": "f", "arguments": {}}')
     assert not matches(output, '{"name": "f", "arguments": null}')
+
+
+@pytest.mark.parametrize(
+    "key", ["if", "then", "else", "dependentSchemas", "dependentRequired", "not", "$dynamicRef"]
+)
+def test_what_a_call_cannot_be_held_to_is_refused(key: str) -> None:
+    output = forced_calls(
+        [tool("f", {"type": "object", "properties": {"a": {}}, key: {"required": ["b"]}})], "f"
+    )
+    with pytest.raises(ValueError, match=re.escape(key)):
+        compiler().compile(output)
 
 
 def test_behind_thoughts() -> None:
