@@ -114,6 +114,22 @@ def test_every_sampling_field_reaches_the_sampler(server: TinyServer) -> None:
     assert answer["choices"] == again["choices"]
 
 
+def test_fields_of_llama_cpp_are_known_in_every_api(server: TinyServer) -> None:
+    body = {"prompt": "aa", "seed": 4}
+    penalized = server.ok(PATH, **body, repeat_penalty=1.7, repeat_last_n=-1)["choices"]
+    assert penalized == server.ok(PATH, **body, repetition_penalty=1.7)["choices"]
+    assert penalized != server.ok(PATH, **body, repeat_penalty=1.0, repeat_last_n=64)["choices"]
+    bodies = {PATH: body, "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+              "/v1/responses": {"input": "x"}}  # fmt: skip
+    for path, prompt in bodies.items():
+        for name, value in (("repeat_penalty", -1.0), ("samplers", ["top_k"]), ("dynatemp_range", 0.5)):
+            assert server.refused(path, **prompt, **{name: value})["param"] == name
+        error = server.refused(path, **prompt, repeat_penalty=1.1, repeat_last_n=64)
+        assert error["param"] == "repeat_last_n"
+    for name in ("n_probs", "n_cmpl", "t_max_predict_ms"):
+        assert server.refused(PATH, **body, **{name: 2})["param"] == name
+
+
 def test_null_is_the_same_as_absent(server: TinyServer) -> None:
     names = (
         "temperature",

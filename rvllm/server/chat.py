@@ -44,7 +44,11 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
-    NAMES: ClassVar[Mapping[str, str]] = {"prompt": "messages", "logprobs": "top_logprobs"}
+    NAMES: ClassVar[Mapping[str, str]] = {
+        **OpenAIFields.NAMES,
+        "prompt": "messages",
+        "logprobs": "top_logprobs",
+    }
     NO_EFFECT: ClassVar[frozenset[str]] = OpenAIFields.NO_EFFECT | {"store"}
 
     messages: Items[Message]

@@ -40,25 +40,21 @@ LogitBias = Annotated[
 class LlamaCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingFields.UNSUPPORTED,
-        "adaptive_target": (-1, -1.0),
-        "dynatemp_range": (0, 0.0),
         "grammar_lazy": (False,),
         "id_slot": (-1,),
         "image_data": ([],),
         "n_indent": (0,),
-        "lora": ([],),
         "prompt_logprobs": (),
         "response_format": (),
         "stream_options": (),
         "post_sampling_probs": (False,),
         "return_progress": (False,),
-        "samplers": (),
         "sse_ping_interval": (),
     }
+        **SamplingFields.NAMES,
     NAMES: ClassVar[Mapping[str, str]] = {
         "n": "n_cmpl",
         "logprobs": "n_probs",
-        "repetition_penalty": "repeat_penalty",
     }
     # Each only matters with another field, which is refused.
     NO_EFFECT: ClassVar[frozenset[str]] = SamplingFields.NO_EFFECT | {
@@ -76,8 +72,6 @@ class LlamaCompletionRequest(SamplingFields):
     prompt: LlamaPrompt
     logit_bias: LogitBias = None  # type: ignore[assignment]
     max_tokens: int | None = None
-    repeat_penalty: float | None = None
-    repeat_last_n: Literal[-1] | int | None = None
     n_probs: int | None = None
     n_cmpl: int | None = None
     return_tokens: bool | None = None
@@ -86,11 +80,6 @@ class LlamaCompletionRequest(SamplingFields):
     timings_per_token: bool | None = None
 
     def to_sampling_params(self, model: ServedModel) -> SamplingParams:
-        penalty = self.repeat_penalty if self.repeat_penalty is not None else self.repetition_penalty
-        if penalty not in (None, 1.0) and self.repeat_last_n not in (None, -1):
-            raise bad_request(
-                "repeat_last_n must be -1: penalties look at the whole context", "repeat_last_n"
-            )
         if self.n_probs is not None and not 0 <= self.n_probs <= MAX_LOGPROBS:
             raise bad_request(f"n_probs must be in [0, {MAX_LOGPROBS}], got {self.n_probs}", "n_probs")
         defaults = {name: value for name, value in DEFAULTS.items() if getattr(self, name) is None}
@@ -98,7 +87,6 @@ class LlamaCompletionRequest(SamplingFields):
             max_tokens=self.token_limit(None, {"max_tokens": self.max_tokens}),
             logprobs=self.n_probs or None,
             n=self.n_cmpl if self.n_cmpl is not None else self.n,
-            repetition_penalty=penalty,
             logit_bias=self._logit_bias(model),
             structured_output=structured_output(self),
             **defaults,

@@ -71,6 +71,7 @@ class ResponsesRequest(SamplingFields):
         **dict.fromkeys(("response_format", "timings_per_token"), ()),
     }
     NAMES: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.NAMES,
         **dict.fromkeys(("prompt", "messages"), "input"),
         "logprobs": "top_logprobs",
         "max_tokens": "max_output_tokens",

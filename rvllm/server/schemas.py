@@ -205,9 +205,14 @@ class SamplingFields(APIRequest):
         "vllm_xargs": ({},),
         "top_n_sigma": (-1, -1.0),
         "typical_p": (1, 1.0),
-        **dict.fromkeys(("dry_multiplier", "mirostat", "xtc_probability"), (0, 0.0)),
+        "adaptive_target": (-1, -1.0),
+        "id_slot": (-1,),
+        "lora": ([],),
+        "samplers": (),
+        **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"), (0, 0.0)),
         **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
     }
+    NAMES: ClassVar[Mapping[str, str]] = {"repetition_penalty": "repeat_penalty"}
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
     )
@@ -227,6 +232,8 @@ class SamplingFields(APIRequest):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = Field(None, description="llama.cpp's name of repetition_penalty")
+    repeat_last_n: int | None = Field(None, description="-1: penalties look at the whole context")
     logit_bias: Biases | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -243,6 +250,12 @@ class SamplingFields(APIRequest):
         Raises APIError naming the field.
         """
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | others
+        if self.repeat_penalty is not None:
+            values["repetition_penalty"] = self.repeat_penalty
+        if values["repetition_penalty"] not in (None, 1.0) and self.repeat_last_n not in (None, -1):
+            raise bad_request(
+                "repeat_last_n must be -1: penalties look at the whole context", "repeat_last_n"
+            )
         given = {name: value for name, value in values.items() if value is not None}
         for name in ("logprobs", "prompt_logprobs"):
             if given.get(name, 0) > MAX_LOGPROBS:
@@ -274,6 +287,13 @@ class SamplingFields(APIRequest):
 
 class OpenAIFields(SamplingFields):
     """What /v1/completions and /v1/chat/completions share beyond that."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **SamplingFields.UNSUPPORTED,
+        "n_cmpl": (1,),
+        "n_probs": (0,),
+        "t_max_predict_ms": (0, -1),
+    }
 
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
