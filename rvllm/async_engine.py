@@ -188,12 +188,12 @@ class AsyncEngine:
             for task in tasks:
                 task.cancel()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request with finish_reason "abort" before the next step. From any thread."""
+    def abort(self, request_id: str, finish_reason: str = "abort") -> None:
+        """Ends a request before the next step. From any thread."""
         with self._lock:
             stream = self._in_flight.streams.get(request_id)
         if stream is not None:
-            self._post_abort(stream, "abort")
+            self._post_abort(stream, finish_reason)
 
     async def drain(self, timeout: float | None = None) -> None:
         """Refuses new requests and waits until those in flight are finished; aborts them after timeout seconds."""

@@ -108,7 +108,15 @@ def test_stopping(server: TinyServer) -> None:
     eos = server.ok(PATH, prompt="x", logit_bias=[[server.llm.tokenizer.eos_token_id, 100]])
     assert (eos["content"], eos["stop_type"]) == ("", "eos")
     assert server.ok(PATH, prompt="x", n_predict=0)["content"] == ""
-    assert server.ok(PATH, prompt="x", t_max_predict_ms=1, ignore_eos=True)["stop_type"] == "limit"
+
+
+def test_the_time_for_an_answer_begins_with_its_first_token(tmp_path: Path) -> None:
+    llm = make_llm(tmp_path, context_length=16384, num_blocks=1024)
+    with closing(TinyServer(llm)) as server:
+        prompts = ["x", "y" * 6000]
+        timed = server.ok(PATH, prompt=prompts, t_max_predict_ms=1, ignore_eos=True, cache_prompt=False)
+        assert [answer["stop_type"] for answer in timed] == ["limit"] * 2
+        assert all(0 < answer["tokens_predicted"] < 8000 for answer in timed)
 
 
 def test_response_fields_choose(server: TinyServer) -> None:

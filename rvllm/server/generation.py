@@ -62,6 +62,8 @@ class Generation:
         self._iterators: list[AsyncGenerator[RequestOutput, None]] = []
         self._first: list[RequestOutput] = []
         self._pumps: list[asyncio.Task[None]] = []
+        self._predict_seconds: float | None = None
+        self._timers: list[asyncio.TimerHandle] = []
 
     @classmethod
     def of_prompts(
@@ -73,16 +75,21 @@ class Generation:
         params: SamplingParams,
         *,
         priority: int | None = None,
-        timeout: float | None = None,
+        predict_seconds: float | None = None,
     ) -> Generation:
-        """Raises APIError for more than can be in flight, and for a text that cannot fit."""
+        """predict_seconds: time from a prompt's first token until its text ends.
+
+        Raises APIError for more than can be in flight, and for a text that cannot fit.
+        """
         generation = cls(request, model, request_id, params.n)
+        generation._predict_seconds = predict_seconds
         generation._check_count(len(prompts))
         for prompt in prompts:
             model.check_length(prompt)
         generation.prompts += prompts
-        limit = model.timeout if timeout is None else timeout
-        generate = partial(model.engine.generate, params=params, priority=priority or 0, timeout=limit)
+        generate = partial(
+            model.engine.generate, params=params, priority=priority or 0, timeout=model.timeout
+        )
         generation._iterators += [generate(f"{request_id}-{i}", prompt) for i, prompt in enumerate(prompts)]
         return generation
 
@@ -126,7 +133,7 @@ class Generation:
 
         Raises APIError.
         """
-        waits = [asyncio.ensure_future(anext(iterator)) for iterator in self._iterators]
+        waits = [asyncio.ensure_future(self._first_of(i)) for i in range(len(self._iterators))]
         try:
             self._first = list(await asyncio.gather(*waits))
         except Exception as error:
@@ -147,6 +154,13 @@ class Generation:
             replace(output, outputs=[CompletionOutput(i) for i in choices], finished=False)
             for output in self._first
         ]
+
+    async def _first_of(self, i: int) -> RequestOutput:
+        output = await anext(self._iterators[i])
+        if self._predict_seconds is not None:
+            end = partial(self.model.engine.abort, f"{self.request_id}-{i}", "timeout")
+            self._timers.append(asyncio.get_running_loop().call_later(self._predict_seconds, end))
+        return output
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Raises APIError when the engine fails."""
@@ -172,6 +186,8 @@ class Generation:
         return self.results
 
     async def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
         for task in self._pumps:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)

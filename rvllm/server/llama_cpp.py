@@ -155,9 +155,8 @@ async def create_llama_completion(
 ) -> Response:
     """Goes on from a prompt; several prompts, or n_cmpl, give a list."""
     model.check_name(body.model)
-    if body.t_max_predict_ms is not None and body.t_max_predict_ms <= 0:
-        body.t_max_predict_ms = None  # llama.cpp's "no limit"
-    timeout = None if body.t_max_predict_ms is None else body.t_max_predict_ms / 1e3
+    limit = body.t_max_predict_ms or 0
+    predict_seconds = limit / 1e3 if limit > 0 else None  # llama.cpp's "no limit"
 
     def encode() -> tuple[SamplingParams, list[str | list[int]]]:
         return body.to_sampling_params(model), body.prompts(model)
@@ -165,7 +164,13 @@ async def create_llama_completion(
     # Texts among ids and biases take a while to encode, which others must not wait for.
     params, prompts = await work(request, model, encode)
     generation = Generation.of_prompts(
-        request, model, new_id("cmpl-"), prompts, params, priority=body.priority, timeout=timeout
+        request,
+        model,
+        new_id("cmpl-"),
+        prompts,
+        params,
+        priority=body.priority,
+        predict_seconds=predict_seconds,
     )
     answer = LlamaAnswer(body, generation, params)
     if body.stream:
