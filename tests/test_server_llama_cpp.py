@@ -63,7 +63,9 @@ def test_a_stream_ends_with_the_whole_objects_facts(server: TinyServer) -> None:
     body = {"prompt": "Once", "n_predict": 8, "seed": 4, "ignore_eos": True}
     events = [json.loads(data) for data in data_of(server.post(PATH, **body, stream=True).content)]
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-    assert "".join(event["content"] for event in events) == server.ok(PATH, **body)["content"]
+    whole = server.ok(PATH, **body, return_tokens=True)
+    assert "".join(event["content"] for event in events) == whole["content"]
+    assert [token for event in events for token in event["tokens"]] == whole["tokens"]
     assert events[-1]["tokens_predicted"] == 8 and "timings" in events[-1]
 
 
@@ -94,7 +96,9 @@ def test_texts_that_cannot_fit_are_refused_without_encoding_them(
 
 def test_logit_bias_in_all_its_forms(server: TinyServer) -> None:
     for bias in ([[66, 100]], [["B", 100]], {"66": 100}, {"B": 100}):
-        assert server.ok(PATH, prompt="x", n_predict=3, logit_bias=bias)["content"] == "BBB"
+        answer = server.ok(PATH, prompt="x", n_predict=3, logit_bias=bias)
+        assert (answer["content"], answer["has_new_line"]) == ("BBB", False)
+    assert server.ok(PATH, prompt="x", n_predict=3, logit_bias=[["\n", 100]])["has_new_line"]
     for bias in ([[66, 100], [66, False]], {"B": False}):
         assert (
             "B" not in server.ok(PATH, prompt="x", n_predict=20, logit_bias=bias, ignore_eos=True)["content"]

@@ -41,7 +41,6 @@ class LlamaCompletionRequest(SamplingFields):
     UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingFields.UNSUPPORTED,
         "grammar_lazy": (False,),
-        "id_slot": (-1,),
         "image_data": ([],),
         "n_indent": (0,),
         "prompt_logprobs": (),
@@ -51,8 +50,8 @@ class LlamaCompletionRequest(SamplingFields):
         "return_progress": (False,),
         "sse_ping_interval": (),
     }
-        **SamplingFields.NAMES,
     NAMES: ClassVar[Mapping[str, str]] = {
+        **SamplingFields.NAMES,
         "n": "n_cmpl",
         "logprobs": "n_probs",
     }
@@ -207,7 +206,7 @@ class LlamaAnswer:
         part = {
             "index": i * self.generation.n + completion.index,
             "content": completion.text,
-            "tokens": completion.token_ids if self.body.return_tokens else [],
+            "tokens": completion.token_ids,
             "stop": False,
             "id_slot": -1,
             "tokens_predicted": len(whole.token_ids),
@@ -225,7 +224,7 @@ class LlamaAnswer:
         final = {
             "index": i * self.generation.n + completion.index,
             "content": completion.text,
-            "tokens": completion.token_ids if self.body.return_tokens else [],
+            "tokens": completion.token_ids if self.body.return_tokens or self.body.stream else [],
             "id_slot": -1,
             "stop": True,
             "model": self.generation.model.name,
@@ -233,6 +232,7 @@ class LlamaAnswer:
             "tokens_evaluated": len(output.prompt_token_ids),
             "generation_settings": self._settings(),
             "prompt": self._prompt(output),
+            "has_new_line": "\n" in whole.text,
             "stop_type": STOP_TYPES.get(reason or "", "word" if stop is not None else "eos"),
             "stopping_word": stop if isinstance(stop, str) else "",
             "tokens_cached": output.num_cached_tokens,
