@@ -5,7 +5,6 @@
 #include "metal/kv_elements.h"
 
 constant int kPartition = 256;  // positions worked on at a time, and threads of a group
-constant float kUnseen = -INFINITY;
 
 // Adds a partition's largest score and total to the sum's; returns the factors of both. arXiv:1805.02867
 inline float2 merge(thread float& largest, thread float& total, float next_largest, float next_total) {
@@ -50,16 +49,18 @@ inline void add_scores(constant CacheArgs& c, device const uchar* keys, int at, 
   }
 }
 
-// A simdgroup turns a row's scores into weights exp(s - largest) and gives their total; 0: none is visible.
-inline float soften(threadgroup float* scores, int lane, bool is_visible, thread float& largest) {
-  float m = kUnseen;
-  for (int i = lane; i < kPartition; i += 32) m = scores[i] > m ? scores[i] : m;
+// A simdgroup turns a row's scores of [begin, end), which are visible, into weights exp(s - largest), others into 0, and
+// gives the total. No infinity stands for what is not visible: under fast math there is none.
+inline float soften(threadgroup float* scores, int lane, int begin, int end, thread float& largest) {
+  float m = begin < end ? scores[begin] : 0.0f;
+  for (int i = begin + lane; i < end; i += 32) m = scores[i] > m ? scores[i] : m;
   for (ushort span = 16; span > 0; span /= 2) {
     const float other = simd_shuffle_xor(m, span);
     m = other > m ? other : m;
   }
-  largest = is_visible ? m : 0.0f;
-  for (int i = lane; i < kPartition; i += 32) scores[i] = is_visible ? ordered_exp(scores[i] - largest) : 0.0f;
+  largest = m;
+  for (int i = lane; i < kPartition; i += 32)
+    scores[i] = i >= begin && i < end ? ordered_exp(scores[i] - largest) : 0.0f;
   simdgroup_barrier(mem_flags::mem_threadgroup);
   float sum = 0.0f;
   for (int p = lane % kOrderedLanes; p < kPartition; p += kOrderedLanes) sum = sum + scores[p];
@@ -125,18 +126,15 @@ kernel void attention(constant AttentionArgs& args [[buffer(0)]],
     }
     for (int r = 0; r < R; ++r) {
       if (r >= rows) break;
-      const int at = positions[first_token + r / heads];
-      const bool is_visible = position >= max(from, first_visible(args, at)) && position <= at;
-      float s = sums[r] * args.scale;
-      if (args.soft_cap > 0.0f) s = soft_capped(s, args.soft_cap);
-      weights[r * kPartition + tid] = is_visible ? s : kUnseen;
+      const float s = sums[r] * args.scale;
+      weights[r * kPartition + tid] = args.soft_cap > 0.0f ? soft_capped(s, args.soft_cap) : s;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int r = int(simdgroup); r < rows; r += kPartition / 32) {
       const int at = positions[first_token + r / heads];
-      const bool sees_some = max(from, first_visible(args, at)) < min(to, at + 1);
+      const int visible = max(from, first_visible(args, at)) - begin, visible_end = min(to, at + 1) - begin;
       float largest;
-      const float total = soften(weights + r * kPartition, lane, sees_some, largest);
+      const float total = soften(weights + r * kPartition, lane, visible, visible_end, largest);
       if (lane == 0) {
         if (part == begin_part) {
           row_largest[r] = largest;

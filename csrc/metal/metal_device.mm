@@ -46,6 +46,13 @@ NSString* string(const std::string& text) { return [NSString stringWithUTF8Strin
   throw std::runtime_error(error ? text + ": " + [[error localizedDescription] UTF8String] : text);
 }
 
+// Messages to nil do nothing: what Metal does not give would show in the results alone.
+template <class T>
+T given(T object, const char* what) {
+  if (!object) fail(std::string("Metal gives no ") + what);
+  return object;
+}
+
 Own<id<MTLLibrary>> load_library(id<MTLDevice> device, const std::string& path) {
   NSError* error = nil;
   Own<id<MTLLibrary>> library;
@@ -114,8 +121,8 @@ struct MetalDevice::State {
     throw std::logic_error("a pointer that is in no Metal buffer");
   }
   void begin_commands() {
-    if (!commands) commands = Own<id<MTLCommandBuffer>>::retained([queue.get() commandBuffer]);
-    if (!commands) fail("Metal gives no command buffer");
+    if (!commands)
+      commands = Own<id<MTLCommandBuffer>>::retained(given([queue.get() commandBuffer], "command buffer"));
   }
   void end_encoder() {
     if (encoder) [encoder.get() endEncoding];
@@ -131,8 +138,7 @@ MetalDevice::MetalDevice(const std::string& library, const std::vector<KernelRow
   if (!s.device) fail("this machine has no Metal device");
   if (![s.device.get() supportsFamily:MTLGPUFamilyApple7])
     fail("the kernels need an Apple GPU, an M1's or later: '" + name() + "' is none");
-  s.queue = Own<id<MTLCommandQueue>>([s.device.get() newCommandQueue]);
-  if (!s.queue) fail("Metal gives no command queue");
+  s.queue = Own<id<MTLCommandQueue>>(given([s.device.get() newCommandQueue], "command queue"));
   const Own<id<MTLLibrary>> code = load_library(s.device.get(), library);
   for (const KernelRow& row : kernels)
     s.pipelines.emplace(row.name, make_pipeline(s.device.get(), code.get(), row));
@@ -142,7 +148,7 @@ MetalDevice::MetalDevice(const std::string& library, const std::vector<KernelRow
 MetalDevice::~MetalDevice() {
   const AutoreleasePool pool;
   state_->end_encoder();  // none may be released open
-  state_.reset();         // commands that still run have references to what they use
+  state_.reset();         // Metal finishes what was committed, and its commands have references to what they use
 }
 
 std::string MetalDevice::name() const {
@@ -190,7 +196,9 @@ void MetalDevice::encode(const std::string& kernel, GridSize groups, int threads
   if (found == s.pipelines.end()) throw std::logic_error("the table of pipelines has no '" + kernel + "'");
   const id<MTLComputePipelineState> pipeline = found->second.get();
   s.begin_commands();
-  if (!s.encoder) s.encoder = Own<id<MTLComputeCommandEncoder>>::retained([s.commands.get() computeCommandEncoder]);
+  if (!s.encoder)
+    s.encoder = Own<id<MTLComputeCommandEncoder>>::retained(
+        given([s.commands.get() computeCommandEncoder], "command encoder"));
   const id<MTLComputeCommandEncoder> encoder = s.encoder.get();
   [encoder setComputePipelineState:pipeline];
   [encoder setBytes:args length:args_bytes atIndex:0];
@@ -214,18 +222,20 @@ void MetalDevice::matmul_f16(float* out, int64_t out_stride, const void* x, cons
                                                                                   columns:NSUInteger(cols)
                                                                                  rowBytes:NSUInteger(row_bytes)
                                                                                  dataType:type];
-    return Own<MPSMatrix*>([[MPSMatrix alloc] initWithBuffer:buffer offset:offset descriptor:descriptor]);
+    return Own<MPSMatrix*>(
+        given([[MPSMatrix alloc] initWithBuffer:buffer offset:offset descriptor:descriptor], "matrix"));
   };
   const auto left = matrix(x, m, k, 2 * k, MPSDataTypeFloat16), right = matrix(w, n, k, 2 * k, MPSDataTypeFloat16);
   const auto result = matrix(out, m, n, 4 * out_stride, MPSDataTypeFloat32);
-  const Own<MPSMatrixMultiplication*> product([[MPSMatrixMultiplication alloc] initWithDevice:s.device.get()
-                                                                                transposeLeft:NO
-                                                                               transposeRight:YES
-                                                                                   resultRows:NSUInteger(m)
-                                                                                resultColumns:NSUInteger(n)
-                                                                              interiorColumns:NSUInteger(k)
-                                                                                        alpha:1.0
-                                                                                         beta:0.0]);
+  const Own<MPSMatrixMultiplication*> product(given([[MPSMatrixMultiplication alloc] initWithDevice:s.device.get()
+                                                                                      transposeLeft:NO
+                                                                                     transposeRight:YES
+                                                                                         resultRows:NSUInteger(m)
+                                                                                      resultColumns:NSUInteger(n)
+                                                                                    interiorColumns:NSUInteger(k)
+                                                                                              alpha:1.0
+                                                                                               beta:0.0],
+                                                    "matrix product"));
   s.begin_commands();
   s.end_encoder();  // MPS opens one of its own
   [product.get() encodeToCommandBuffer:s.commands.get()

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 _THREAD = "::rvllm::emu::current_thread->"
 POSITIONS = {
-    "threadgroup_position_in_grid": f"metal::rv_position{{{_THREAD}block_idx}}",
-    "threads_per_threadgroup": f"metal::rv_position{{{_THREAD}block_dim}}",
+    "threadgroup_position_in_grid": f"metal::rv_position{{{_THREAD}block_idx, {_THREAD}grid_dim}}",
+    "threads_per_threadgroup": f"metal::rv_position{{{_THREAD}block_dim, {_THREAD}block_dim}}",
     "thread_index_in_threadgroup": f"{_THREAD}linear",
     "thread_index_in_simdgroup": f"{_THREAD}lane",
     "simdgroup_index_in_threadgroup": f"{_THREAD}warp",
@@ -22,6 +22,8 @@ _ATTRIBUTES = re.compile(
     r'host_name\("\w+"\)|function_constant\(\d+\)|max_total_threads_per_threadgroup\(\d+\)'
     rf"|buffer\(\d+\)|threadgroup\(\d+\)|{'|'.join(POSITIONS)}"
 )
+_THREADS = re.compile(r"\[\[max_total_threads_per_threadgroup\((\d+)\)\]\]\s*kernel void (\w+)\(")
+_LEAST_THREADS = 256  # of a group, that any GPU gives
 _KERNEL = re.compile(r"(?P<template>template\s*<(?P<parameters>[^>{};]*)>\s*)?\bkernel void (?P<name>\w+)\(")
 _ROW = re.compile(
     r'template \[\[host_name\("(?P<host>\w+)"\)\]\] kernel \w+_t (?P<name>\w+)<(?P<values>[^>;]*)>;'
@@ -101,6 +103,12 @@ def broken_rules(source: str) -> list[str]:
         for name in re.findall(r"\[\[(.*?)\]\]", code, re.DOTALL)
         if not _ATTRIBUTES.fullmatch(name)
     ]
+    for kernel in find_kernels(code).values():
+        positions = [
+            p.split()[0] for p in kernel.parameters if "threadgroup_position" in p or "threads_per" in p
+        ]
+        if len(set(positions)) > 1:
+            broken.append(f"positions of several widths in {kernel.name}")
     broken += [f"lambda {text}" for text in re.findall(r"[^\w\[\])]\s*(\[[&=]?\])\s*[({]", code)]
     # Nothing is declared before it is defined, so a function that recurs calls itself.
     for m in re.finditer(r"\b(\w+)\(", code):
@@ -125,13 +133,15 @@ def without_attributes(text: str) -> str:
 def to_cpp(source: str, path: str) -> str:
     code = without_comments(source)
     kernels = find_kernels(code)
+    most_threads = {name: count for count, name in _THREADS.findall(code)}
     registrations = []
     for kernel in kernels.values():
         arguments = ", ".join(argument(kernel.name, p) for p in kernel.parameters)
         for host, values in kernel.rows or [(kernel.name, [])]:
             function = f"::{kernel.name}<{', '.join(values)}>" if values else f"::{kernel.name}"
+            threads = most_threads.get(kernel.name, _LEAST_THREADS)
             registrations.append(
-                f'static const ::rvllm::emu::KernelRegistration rv_{host}("{host}", '
+                f'static const ::rvllm::emu::KernelRegistration rv_{host}("{host}", {threads}, '
                 f"[](const ::rvllm::emu::Bindings& b) {{ {function}({arguments}); }});"
             )
             if _CONSTANT.search(code):

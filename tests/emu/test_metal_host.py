@@ -82,6 +82,21 @@ def test_a_failure_of_the_device_is_an_exception(monkeypatch: pytest.MonkeyPatch
     np.testing.assert_array_equal(ops.add(backend, x, x), 2 * x)
 
 
+@pytest.mark.parametrize(
+    "refused", ["command queue", "command buffer", "command encoder", "matrix", "matrix product"]
+)
+def test_what_metal_does_not_give(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """Objective-C would go on with nil, and leave out work."""
+    module = METAL.module(monkeypatch)
+    before = live_objects(module)
+    monkeypatch.setenv("RVLLM_EMU_REFUSED", refused)
+    with pytest.raises(RuntimeError, match=f"Metal gives no {refused}$"):
+        ops.linear(
+            METAL.backend(monkeypatch, mps=True), int(GGMLType.F16), 4, bytes(4 * 8 * 2), normal(17, 8)
+        )
+    assert live_objects(module) == before
+
+
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     module = METAL.module(monkeypatch)
     before = live_objects(module)
@@ -178,8 +193,8 @@ FAULTS = {
     ),
     "no barrier behind the scores": (
         "metal/attention.metal",
-        "is_visible ? s : kUnseen;\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
-        "is_visible ? s : kUnseen;\n    }",
+        "soft_capped(s, args.soft_cap) : s;\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+        "soft_capped(s, args.soft_cap) : s;\n    }",
     ),
     "index of a scale": ("metal/store_kv.metal", "? at * c.scales + int(simdgroup)", "? at * c.scales"),
     "write past a row": ("metal/elementwise.metal", "if (i < args.cols) x[", "if (i <= args.cols) x["),

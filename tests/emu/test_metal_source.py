@@ -50,6 +50,8 @@ TYPE_FAULTS = {
     "pointer to an address space for one to another": "thread float* p = (device float*)x;",
     "lambda": "auto h = [&] { return 1; }; x[0] = h();",
     "goto": "again: goto again;",
+    "infinity": "x[0] = -INFINITY;",
+    "test for NaN": "x[0] = isnan(y[0]) ? 0.0f : y[0];",
     "virtual function": "struct S { virtual void f(); }; S s;",
 }
 SOURCE_FAULTS = {
@@ -60,6 +62,10 @@ SOURCE_FAULTS = {
     "variable of the program": ("// here", "int count = 0;"),
     "variable of the program in device memory": ("// here", "device int count = 0;"),
     "constant that is none": ("// here", "inline int f() { return 1; }\nconstant int one = f();"),
+    "positions of two widths": (
+        "[[buffer(2)]]",
+        "[[buffer(2)]], uint a [[threadgroup_position_in_grid]], uint3 b [[threads_per_threadgroup]]",
+    ),
     "kernel with a result": ("kernel void", "kernel int"),
 }
 

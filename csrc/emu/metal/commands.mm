@@ -7,6 +7,7 @@
 #include "emu/metal/objects.h"
 
 using rvllm::emu::Bindings;
+using rvllm::emu::is_refused;
 using rvllm::emu::require;
 using rvllm::emu::require_pool;
 
@@ -107,6 +108,7 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
   require(!encoder_ && status_ == MTLCommandBufferStatusNotEnqueued,
           "an encoder while another is open, or after commit");
+  if (is_refused("command encoder")) return nil;
   EmulatedEncoder* const encoder = [[EmulatedEncoder alloc] init];
   encoder->commands_ = self;
   encoder_ = encoder;
@@ -133,15 +135,18 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
   require_pool();
   require(status_ != MTLCommandBufferStatusNotEnqueued, "waiting for commands that were not committed");
   if (status_ == MTLCommandBufferStatusCommitted) [self run];
+  is_waited_for_ = true;
 }
 - (MTLCommandBufferStatus)status {
   require_pool();
+  require(is_waited_for_, "the status of commands that may still run");
   return status_;
 }
 - (NSError*)error {
   return error_;
 }
 - (void)dealloc {
+  if (status_ == MTLCommandBufferStatusCommitted) [self run];  // with what it has references to, and nothing else
   for (id object : *used_) [object release];
   delete used_;
   delete work_;
@@ -171,6 +176,10 @@ constexpr NSUInteger kMaxIndex = rvllm::emu::kMaxBindings;
 - (instancetype)initWithBuffer:(id<MTLBuffer>)buffer
                         offset:(NSUInteger)offset
                     descriptor:(MPSMatrixDescriptor*)descriptor {
+  if (is_refused("matrix")) {
+    [self release];
+    return nil;
+  }
   const NSUInteger element = descriptor->type_ == MPSDataTypeFloat32 ? 4 : 2;
   const NSUInteger bytes = (descriptor->rows_ - 1) * descriptor->row_bytes_ + descriptor->columns_ * element;
   require(offset + bytes <= [buffer length], "a matrix does not fit its buffer");
@@ -221,6 +230,10 @@ NSUInteger rows_of(MPSMatrix* matrix, bool transposed) {
                          alpha:(double)alpha
                           beta:(double)beta {
   require(device != nil && beta == 0.0, "a product needs a device, and adds nothing here");
+  if (is_refused("matrix product")) {
+    [self release];
+    return nil;
+  }
   transpose_left_ = transposeLeft;
   transpose_right_ = transposeRight;
   rows_ = resultRows;

@@ -1,8 +1,10 @@
 // A Metal device for tests: buffers that end at an unreadable page with RVLLM_EMU_GUARD=1, and the kernels that were
 // compiled into this module as its library. RVLLM_EMU_NO_DEVICE=1 is a machine without one, RVLLM_EMU_OLD_DEVICE=1 one
-// with a GPU that is not Apple's, and RVLLM_EMU_THREADS the most threads that a group may have.
+// with a GPU that is not Apple's, and RVLLM_EMU_THREADS the most threads that a group may have. Without an attribute that
+// asks for more a kernel gets 256: how many a GPU gives depends on the registers that it takes.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -14,6 +16,7 @@ __attribute__((weak)) void __asan_poison_memory_region(const volatile void* data
 __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* data, size_t bytes);
 }
 
+using rvllm::emu::is_refused;
 using rvllm::emu::make_error;
 using rvllm::emu::require;
 using rvllm::emu::require_pool;
@@ -55,7 +58,7 @@ size_t g_allocated = 0;
 @implementation EmulatedPipeline
 - (NSUInteger)maxTotalThreadsPerThreadgroup {
   const char* const most = getenv("RVLLM_EMU_THREADS");
-  return most ? NSUInteger(atoi(most)) : 1024;
+  return std::min(most ? NSUInteger(atoi(most)) : 1024, NSUInteger(rvllm::emu::most_threads(*name_)));
 }
 - (NSUInteger)threadExecutionWidth {
   return 32;
@@ -131,6 +134,7 @@ size_t g_allocated = 0;
 @end
 @implementation EmulatedQueue
 - (id<MTLCommandBuffer>)commandBuffer {
+  if (is_refused("command buffer")) return nil;
   return [[[EmulatedCommandBuffer alloc] init] autorelease];
 }
 @end
@@ -177,7 +181,7 @@ size_t g_allocated = 0;
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   require_pool();
-  return [[EmulatedQueue alloc] init];
+  return is_refused("command queue") ? nil : [[EmulatedQueue alloc] init];
 }
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source options:(MTLCompileOptions*)options error:(NSError**)error {
   require(options && !options->fast_, "the kernels are compiled without fast math");

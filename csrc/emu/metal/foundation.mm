@@ -113,6 +113,11 @@ void require(bool ok, const char* rule) {
   std::abort();
 }
 
+bool is_refused(const char* object) {
+  const char* const refused = std::getenv("RVLLM_EMU_REFUSED");
+  return refused && std::strcmp(refused, object) == 0;
+}
+
 void require_pool() { require(!pools().empty(), "a call without an autorelease pool"); }
 
 }  // namespace rvllm::emu

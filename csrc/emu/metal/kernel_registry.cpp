@@ -7,8 +7,13 @@
 namespace rvllm::emu {
 namespace {
 
-std::map<std::string, KernelFunction>& registry() {
-  static std::map<std::string, KernelFunction> kernels;
+struct Kernel {
+  KernelFunction function;
+  unsigned most_threads;
+};
+
+std::map<std::string, Kernel>& registry() {
+  static std::map<std::string, Kernel> kernels;
   return kernels;
 }
 
@@ -20,6 +25,21 @@ std::set<std::string>& constant_users() {
 const Bindings* g_bindings = nullptr;  // of the kernel that runs
 unsigned g_schedule = 0;
 
+// With RVLLM_EMU_FLUSH=1 kernels take numbers below float's smallest normal one for zero, as a GPU may.
+class Flushing {
+#if defined(__x86_64__)
+ public:
+  Flushing() : before_(__builtin_ia32_stmxcsr()) {
+    const char* const value = std::getenv("RVLLM_EMU_FLUSH");
+    if (value && std::atoi(value) != 0) __builtin_ia32_ldmxcsr(before_ | 0x8040);
+  }
+  ~Flushing() { __builtin_ia32_ldmxcsr(before_); }
+
+ private:
+  unsigned before_;
+#endif
+};
+
 // Faults of a machine, for tests: RVLLM_EMU_MISSING_KERNEL and RVLLM_EMU_FAILING_KERNEL name one.
 bool is_named(const char* setting, const std::string& kernel) {
   const char* const value = std::getenv(setting);
@@ -28,9 +48,10 @@ bool is_named(const char* setting, const std::string& kernel) {
 
 }  // namespace
 
-KernelRegistration::KernelRegistration(const char* name, KernelFunction function) {
-  registry()[name] = std::move(function);
+KernelRegistration::KernelRegistration(const char* name, unsigned most_threads, KernelFunction function) {
+  registry()[name] = {std::move(function), most_threads};
 }
+unsigned most_threads(const std::string& name) { return registry().at(name).most_threads; }
 ConstantUser::ConstantUser(const char* kernel) { constant_users().insert(kernel); }
 bool has_kernel(const std::string& name) {
   return registry().count(name) > 0 && !is_named("RVLLM_EMU_MISSING_KERNEL", name);
@@ -46,10 +67,11 @@ std::string dispatch_kernel(const std::string& name, const Bindings& bindings, C
   config.max_shared_bytes = kMaxThreadgroupBytes;
   config.forbid_early_exit = true;
   config.name = name;
-  const KernelFunction& kernel = registry().at(name);
+  const KernelFunction& kernel = registry().at(name).function;
   const char* const order = std::getenv("RVLLM_EMU_ORDER");
   g_bindings = &bindings;
   g_schedule = order ? unsigned(std::atoi(order)) : 0;
+  [[maybe_unused]] const Flushing flushing;
   return run_grid(config, [&] { kernel(bindings); }) ? std::string() : last_report();
 }
 

@@ -26,9 +26,10 @@ struct Bindings {
 
 using KernelFunction = std::function<void(const Bindings&)>;
 struct KernelRegistration {
-  KernelRegistration(const char* name, KernelFunction function);
+  KernelRegistration(const char* name, unsigned most_threads, KernelFunction function);
 };
 bool has_kernel(const std::string& name);
+unsigned most_threads(const std::string& name);  // of a group
 bool uses_constants(const std::string& name);
 
 // Runs the kernel; what it says is empty, or why it failed.

@@ -15,6 +15,8 @@ namespace rvllm::emu {
 NSError* make_error(const std::string& text);
 // Ends the process, as Metal's validation does, when a rule of the API is broken.
 void require(bool ok, const char* rule);
+// Whether Metal gives none of these now: RVLLM_EMU_REFUSED names one.
+bool is_refused(const char* object);
 // Any call of Metal may autorelease objects of its own, which only a pool frees.
 void require_pool();
 
@@ -36,13 +38,14 @@ void require_pool();
 }
 @end
 
-// Work is done when it is committed, or, with RVLLM_EMU_LAZY=1, when it is waited for.
+// Work is done when it is committed, or, with RVLLM_EMU_LAZY=1, when it is waited for or nobody holds it any more.
 @interface EmulatedCommandBuffer : NSObject <MTLCommandBuffer> {
  @public
   std::vector<std::function<std::string()>>* work_;  // each says why it failed, or nothing
   std::vector<id>* used_;
   id encoder_;  // that is open
   MTLCommandBufferStatus status_;
+  bool is_waited_for_;
   NSError* error_;
 }
 - (void)use:(id)object;
