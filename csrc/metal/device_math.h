@@ -7,6 +7,7 @@
 #include "metal/kernel_args.h"
 
 #if __METAL_VERSION__ >= 320
+#pragma METAL fp math_mode(safe)
 #pragma METAL fp contract(off)
 #else
 #pragma clang fp contract(off)

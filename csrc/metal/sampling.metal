@@ -8,7 +8,7 @@ inline bool is_better(float value, int column, float than, int than_column) {
 // A group finds the column of a row's largest element, or -1 where one is no finite number. grid: [rows]; 256 threads.
 kernel void argmax(constant RowArgs& args [[buffer(0)]],
                    device int* out [[buffer(1)]],
-                   device const float* x [[buffer(2)]],
+                   device const uint* x [[buffer(2)]],  // floats; even under fast math their bits show NaN
                    uint row [[threadgroup_position_in_grid]],
                    uint thread_index [[thread_index_in_threadgroup]],
                    uint lane [[thread_index_in_simdgroup]],
@@ -20,8 +20,8 @@ kernel void argmax(constant RowArgs& args [[buffer(0)]],
   float best = -3.40282347e38f;
   int column = args.cols, is_finite = 1;
   for (int i = int(thread_index); i < args.cols; i += 256) {
-    const float value = x[i];
-    if (value - value != 0.0f) is_finite = 0;
+    const float value = as_type<float>(x[i]);
+    if ((x[i] & 0x7f800000) == 0x7f800000) is_finite = 0;
     if (is_better(value, i, best, column)) {
       best = value;
       column = i;

@@ -56,12 +56,13 @@ class MetalDevice:
         monkeypatch.setattr("rvllm.model_runner.kernel_library", self.library)
 
 
-# Threads in order; in reverse, with guarded buffers; at random, with work done as late as it may be.
+# Threads in order; in reverse, with guarded buffers; at random, with work done as late as it may be, and with the
+# smallest numbers taken for zero.
 METAL = MetalDevice("metal", {"ORDER": "0"})
 SCHEDULES = [
     METAL,
     MetalDevice("metal-reverse", {"ORDER": "1", "GUARD": "1"}),
-    MetalDevice("metal-random", {"ORDER": "2", "LAZY": "1"}),
+    MetalDevice("metal-random", {"ORDER": "2", "LAZY": "1", "FLUSH": "1"}),
 ]
 APPLE = MetalDevice("apple-gpu")
 DEVICES = [*SCHEDULES, APPLE] if VARIANT == "plain" else SCHEDULES[-1:]
