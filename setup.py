@@ -72,6 +72,7 @@ CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
 ISA_FLAGS = {
     "x86_64": {
         "csrc/cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+        "csrc/cpu/isa/avx_vnni.cpp": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
         "csrc/cpu/isa/avx512_vnni.cpp": [
             "-mavx2",
             "-mfma",
@@ -103,6 +104,7 @@ ISA_FLAGS = {
     },
     "aarch64": {
         "csrc/cpu/isa/neon.cpp": ["-march=armv8.2-a+dotprod"],
+        "csrc/cpu/isa/neon_i8mm.cpp": ["-march=armv8.2-a+dotprod+i8mm"],
     },
 }
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64"}  # what some systems call them

@@ -31,10 +31,11 @@ _PACKAGES = ("numpy", "tokenizers", "llguidance", "jinja2", "fastapi", "uvicorn"
 _FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": ("avx2", "fma", "f16c"),
+        "avx_vnni": ("avx_vnni",),
         "avx512_vnni": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
         "amx": ("amx_tile", "amx_int8"),
     },
-    "arm64": {"neon": ("asimddp",)},
+    "arm64": {"neon": ("asimddp",), "neon_i8mm": ("i8mm",)},
 }
 _ARCHITECTURES = {"amd64": "x86_64", "aarch64": "arm64"}  # other names of the same
 
@@ -86,6 +87,10 @@ def _processor() -> dict[str, Any]:
     except ValueError as error:
         problem = _reason(error)
     architecture = _ARCHITECTURES.get(platform.machine().lower(), platform.machine().lower())
+    levels = _FLAGS.get(architecture, {})
+    better = list(levels)
+    if available[-1] in better:
+        del better[: better.index(available[-1]) + 1]
     name, flags = _cpuinfo()
     return {
         "name": name,
@@ -94,11 +99,7 @@ def _processor() -> dict[str, Any]:
         "problem": problem,
         "forced": os.environ.get("RVLLM_ISA") or None,
         "available_isas": available,
-        "unavailable_isas": {
-            better: _why_not(needed, flags)
-            for better, needed in _FLAGS.get(architecture, {}).items()
-            if better not in available
-        },
+        "unavailable_isas": {isa: _why_not(levels[isa], flags) for isa in better},
     }
 
 

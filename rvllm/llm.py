@@ -50,7 +50,7 @@ class LLM:
     prefill_compute: auto, int8, or on cuda f16: cuBLAS multiplies steps of many tokens, faster, but a request's numbers
     then depend on how many tokens are computed beside it.
     num_threads: None: the processors this process may use.
-    isa: scalar, avx2, avx512_vnni, amx or neon; None: $RVLLM_ISA, else the best that the machine has.
+    isa: scalar, avx2, avx_vnni, avx512_vnni, amx, neon or neon_i8mm; None: $RVLLM_ISA, else the machine's best.
     seed: from which requests without a seed of their own get theirs; None: a random one.
     profile: time every operation; LLM.profile then has table() and write_trace().
 

@@ -64,6 +64,7 @@ def test_it_says_what_a_better_isa_lacks(
     processor = doctor()["processor"]
     assert processor["name"] == "Some CPU"
     assert processor["unavailable_isas"] == {
+        "avx_vnni": "the processor does not show avx_vnni",
         "avx512_vnni": "the processor does not show avx512dq, avx512vl, avx512_vnni",
         "amx": "the processor has it, the system does not allow it (or a level below it is missing)",
     }

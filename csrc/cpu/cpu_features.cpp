@@ -2,10 +2,12 @@
 
 #include <cstdlib>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -18,12 +20,20 @@
 namespace rvllm {
 namespace {
 
-constexpr const char* kKnownIsas[] = {"scalar", "avx2", "avx512_vnni", "amx", "neon"};
+constexpr const char* kKnownIsas[] = {"scalar", "avx2", "avx_vnni", "avx512_vnni", "amx", "neon", "neon_i8mm"};
 
 #if defined(__x86_64__)
-#if defined(RVLLM_EMULATED_TILES)
+#if defined(RVLLM_EMULATED_ISAS)
+bool has_avx_vnni() { return true; }
 bool has_tiles() { return true; }
-#elif defined(__linux__)
+#else
+bool has_avx_vnni() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  constexpr unsigned kVnni = 1u << 4;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & kVnni);
+}
+
+#if defined(__linux__)
 // CPUID may say AMX while its first instruction still faults: the system has to be asked for the tiles, once a process.
 bool has_tiles() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -38,19 +48,25 @@ bool has_tiles() {
 bool has_tiles() { return false; }
 #endif
 #endif
+#endif
 
 #if defined(__aarch64__)
-bool has_dot_product() {
 #if defined(__linux__)
-  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+bool has_dot_product() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+bool has_int8_matmul() { return getauxval(AT_HWCAP2) & HWCAP2_I8MM; }
 #elif defined(__APPLE__)
+bool has_feature(const char* name) {
   int has = 0;
   size_t size = sizeof(has);
-  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
-#else
-  return false;
-#endif
+  return sysctlbyname(name, &has, &size, nullptr, 0) == 0 && has;
 }
+
+bool has_dot_product() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_int8_matmul() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+#else
+bool has_dot_product() { return false; }
+bool has_int8_matmul() { return false; }
+#endif
 #endif
 
 }  // namespace
@@ -59,15 +75,18 @@ std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> tables{&kernels_scalar()};
 #if defined(__x86_64__)
   // The builtin asks the operating system's saved state (XCR0) as well as CPUID.
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    tables.push_back(&kernels_avx2());
-  if (tables.size() == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512vnni"))
-    tables.push_back(&kernels_avx512_vnni());
-  if (tables.size() == 3 && has_tiles()) tables.push_back(&kernels_amx());
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                          __builtin_cpu_supports("avx512vnni");
+  if (has_avx2) tables.push_back(&kernels_avx2());
+  if (has_avx2 && has_avx_vnni()) tables.push_back(&kernels_avx_vnni());
+  if (has_avx512) tables.push_back(&kernels_avx512_vnni());
+  if (has_avx512 && has_tiles()) tables.push_back(&kernels_amx());
 #elif defined(__aarch64__)
   if (has_dot_product()) tables.push_back(&kernels_neon());
+  if (has_dot_product() && has_int8_matmul()) tables.push_back(&kernels_neon_i8mm());
 #endif
   return tables;
 }

@@ -152,10 +152,12 @@ struct Kernels {
 const Kernels& kernels_scalar() noexcept;
 #if defined(__x86_64__)
 const Kernels& kernels_avx2() noexcept;
+const Kernels& kernels_avx_vnni() noexcept;
 const Kernels& kernels_avx512_vnni() noexcept;
 const Kernels& kernels_amx() noexcept;
 #elif defined(__aarch64__)
 const Kernels& kernels_neon() noexcept;
+const Kernels& kernels_neon_i8mm() noexcept;
 #endif
 
 }  // namespace rvllm

@@ -1,5 +1,5 @@
 // AMX's eight tile registers: 0-3 hold sums of 16 rows x 16 columns, 4 and 5 rows of int8, 6 and 7 codes as unsigned
-// bytes. RVLLM_EMULATED_TILES makes them arrays, for tests on other processors. Included inside an anonymous namespace.
+// bytes. RVLLM_EMULATED_ISAS makes them arrays, for tests on other processors. Included inside an anonymous namespace.
 
 constexpr int kTileRows = 16;
 
@@ -11,7 +11,7 @@ struct TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64, "ldtilecfg reads 64 bytes");
 
-#ifdef RVLLM_EMULATED_TILES
+#ifdef RVLLM_EMULATED_ISAS
 
 struct EmulatedTiles {
   TileShapes shapes;

@@ -1,4 +1,5 @@
-// 16 lanes as two 256-bit registers. Included inside an anonymous namespace; contracts are in vec_scalar.h.
+// 16 lanes as two 256-bit registers, byte dot products by maddubs, or by AVX-VNNI where the file is compiled for it.
+// Included inside an anonymous namespace; contracts are in vec_scalar.h.
 
 struct Vec { __m256 lo, hi; };
 struct IVec { __m256i lo, hi; };
@@ -8,7 +9,11 @@ constexpr int kRows = 4;
 constexpr int kDirectRows = 8;
 constexpr int kColumnVecs = 2;
 constexpr int kScoreVecs = 2;
+#ifdef __AVXVNNI__
+constexpr int kByteOffset = 128;  // vpdpbusd takes unsigned codes
+#else
 constexpr int kByteOffset = 0;
+#endif
 
 inline Vec set1(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
 inline Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -135,7 +140,11 @@ inline void bstore(uint8_t* p, Bytes a) {
 }
 
 inline Bytes bor(Bytes a, Bytes b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
-inline Bytes offset(Bytes a) { return a; }
+inline Bytes offset(Bytes a) {
+  if (!kByteOffset) return a;
+  const __m256i bits = _mm256_set1_epi8(char(kByteOffset));
+  return {_mm256_xor_si256(a.lo, bits), _mm256_xor_si256(a.hi, bits)};
+}
 
 inline __m256i field(__m256i a, int from, int width, int to) {
   const __m256i moved = from > to ? _mm256_srli_epi16(a, from - to) : _mm256_slli_epi16(a, to - from);
@@ -154,6 +163,49 @@ inline Bytes load_table(const uint8_t* p) {
 inline Bytes look_up(Bytes table, Bytes codes) {
   return {_mm256_shuffle_epi8(table.lo, codes.lo), _mm256_shuffle_epi8(table.hi, codes.hi)};
 }
+
+#ifdef __AVXVNNI__
+
+// sum + the dot products of 4 unsigned codes and 4 signed activations. RVLLM_EMULATED_ISAS does it without the
+// instruction, for tests on other processors.
+inline __m256i add_dot(__m256i sum, __m256i codes, __m256i x) {
+#ifdef RVLLM_EMULATED_ISAS
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+#else
+  return _mm256_dpbusd_avx_epi32(sum, codes, x);
+#endif
+}
+
+template <int Bits, int Groups, int R, class Group>
+inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
+  constexpr int kChains = R >= 4 ? 1 : 4 / R;  // independent sums, to hide the latency of vpdpbusd when rows are few
+  IVec sum[kChains][R];
+#pragma GCC unroll 8
+  for (int i = 0; i < kChains; ++i)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sum[i][r] = iset1(0);
+#pragma GCC unroll 8
+  for (int g = 0; g < Groups; ++g) {
+    const Bytes w = group(g);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const __m256i x = broadcast4(a + 32 * r + 4 * g);
+      IVec& s = sum[g % kChains][r];
+      s = {add_dot(s.lo, w.lo, x), add_dot(s.hi, w.hi, x)};
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    out[r] = sum[0][r];
+#pragma GCC unroll 8
+    for (int i = 1; i < kChains; ++i) out[r] = iadd(out[r], sum[i][r]);
+  }
+}
+
+#else
 
 // Has sums made one after the other: gcc would make a tree of them, whose terms do not fit the registers.
 inline __m256i in_order(__m256i a) {
@@ -197,3 +249,5 @@ inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
     }
   }
 }
+
+#endif

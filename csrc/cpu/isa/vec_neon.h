@@ -1,5 +1,5 @@
-// 16 lanes as four 128-bit registers, byte dot products by sdot. Included inside an anonymous namespace; contracts are
-// in vec_scalar.h.
+// 16 lanes as four 128-bit registers, byte dot products by sdot, or by smmla where the file is compiled for it.
+// Included inside an anonymous namespace; contracts are in vec_scalar.h.
 
 struct Vec { float32x4_t v[4]; };
 struct IVec { int32x4_t v[4]; };
@@ -153,8 +153,45 @@ inline void dot_group(Bytes codes, const int8x16_t* x, IVec* out) {
         [&](int i) { return vdotq_laneq_s32(out[r].v[i], vreinterpretq_s8_u8(codes.v[i]), x[r], Lane); });
 }
 
+#ifdef __ARM_FEATURE_MATMUL_INT8
+// Pairs of rows: smmla adds the dot products of 8 k for 2 columns x 2 rows.
+template <int Groups, int Pairs, class Group>
+inline void dot_row_pairs(const Group& group, const int8_t* a, IVec* out) {
+  int32x4_t sum[Pairs][8];  // of columns 2 i and 2 i + 1: both rows of the first, both of the second
+#pragma GCC unroll 8
+  for (int p = 0; p < Pairs; ++p)
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) sum[p][i] = vdupq_n_s32(0);
+#pragma GCC unroll 8
+  for (int g = 0; g < Groups; g += 2) {
+    int8x16_t x[Pairs];
+#pragma GCC unroll 8
+    for (int p = 0; p < Pairs; ++p) x[p] = vcombine_s8(vld1_s8(a + 64 * p + 4 * g), vld1_s8(a + 64 * p + 32 + 4 * g));
+    const Bytes low = group(g), high = group(g + 1);
+#pragma GCC unroll 8
+    for (int i = 0; i < 4; ++i) {
+      const uint32x4_t l = vreinterpretq_u32_u8(low.v[i]), h = vreinterpretq_u32_u8(high.v[i]);
+      const int8x16_t w[2] = {vreinterpretq_s8_u32(vzip1q_u32(l, h)), vreinterpretq_s8_u32(vzip2q_u32(l, h))};
+#pragma GCC unroll 8
+      for (int p = 0; p < Pairs; ++p) {
+        sum[p][2 * i] = vmmlaq_s32(sum[p][2 * i], w[0], x[p]);
+        sum[p][2 * i + 1] = vmmlaq_s32(sum[p][2 * i + 1], w[1], x[p]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < Pairs; ++p) {
+    out[2 * p] = iquarters([&](int i) { return vuzp1q_s32(sum[p][2 * i], sum[p][2 * i + 1]); });
+    out[2 * p + 1] = iquarters([&](int i) { return vuzp2q_s32(sum[p][2 * i], sum[p][2 * i + 1]); });
+  }
+}
+#endif
+
 template <int Bits, int Groups, int R, class Group>
 inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  if constexpr (R % 2 == 0) return dot_row_pairs<Groups, R / 2>(group, a, out);
+#endif
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) out[r] = iset1(0);
 #pragma GCC unroll 8
