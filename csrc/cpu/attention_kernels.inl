@@ -101,7 +101,7 @@ void store_kv(const float* k, const float* v, int head_dim, int block_size, int 
 }
 
 inline const uint8_t* block_of(const AttentionArgs& args, int position) {
-  return args.cache + args.block_table[position / args.block_size] * args.block_stride;
+  return args.cache.block(args.block_table[position / args.block_size]);
 }
 
 // The 16 entries of row `row`, of rows of block_size, at the positions from p on, whatever blocks they lie in; those
@@ -116,8 +116,8 @@ inline void gather_row(const AttentionArgs& args, int64_t offset, int row, int p
 constexpr int kKeysAhead = 64;  // positions
 
 // scores[r][p - begin] = q[r] . K[p] * scale for R rows and the 16 P positions from p on, or as many as there are.
-// Prefetch: meanwhile asks for the values of these and for keys of later ones, as blocks lie far apart and are too
-// short for the processor to see a stream in them.
+// Prefetch: meanwhile asks for the values of these and for keys of later ones; the processor's own streams end with a
+// page.
 template <class Cache, int R, int P, bool Prefetch>
 inline void score_positions(const AttentionArgs& args, int row, int begin, int p, int from, int to,
                             float (*scores)[kPartition]) {
@@ -226,8 +226,8 @@ inline void soften(const AttentionArgs& args, int r, int begin, int from, int to
 }
 
 // values[r][d..] = sum over p of weights[r][p] * V[p][d..] for R rows and 16 C dimensions from d on, or as many as
-// there are; positions in ascending order.
-template <class Cache, int R, int C>
+// there are; positions in ascending order. Prefetch: meanwhile asks for the keys of the next partition.
+template <class Cache, int R, int C, bool Prefetch>
 inline void weigh_columns(const AttentionArgs& args, int row, int begin, int from, int to,
                           const float (*weights)[kPartition], float* values, int d) {
   using Element = typename Cache::Element;
@@ -246,7 +246,17 @@ inline void weigh_columns(const AttentionArgs& args, int row, int begin, int fro
     const uint8_t* block = block_of(args, p) + v_offset;
     const Element* rows = reinterpret_cast<const Element*>(block) + int64_t(offset) * args.head_dim + d;
     const float* scales = reinterpret_cast<const float*>(block + codes) + int64_t(offset) * scales_per_row;
+    const Element* later_keys = nullptr;
+    if constexpr (Prefetch) {
+      const int later = p + kPartition < args.last[0] ? p + kPartition : p;
+      later_keys = reinterpret_cast<const Element*>(block_of(args, later)) + int64_t(offset) * args.head_dim + d;
+    }
     for (int i = 0; i < run; ++i, rows += args.head_dim, scales += scales_per_row) {
+      if constexpr (Prefetch) {
+#pragma GCC unroll 8
+        for (int c = 0; c < 16 * C; c += 64 / int(sizeof(Element))) __builtin_prefetch(later_keys + c, 0, 2);
+        later_keys += args.head_dim;
+      }
       Vec v[C];
       if (whole) {
 #pragma GCC unroll 8
@@ -274,13 +284,13 @@ inline void weigh_columns(const AttentionArgs& args, int row, int begin, int fro
       store(values + (row + r) * int64_t(padded_head_dim(args.head_dim)) + d + 16 * c, sum[r][c]);
 }
 
-template <class Cache, int R>
+template <class Cache, int R, bool Prefetch>
 void weigh_values(const AttentionArgs& args, int row, int begin, int from, int to, const float (*weights)[kPartition],
                   float* values) {
   int d = 0;
   for (; d + 16 * kColumnVecs <= args.head_dim; d += 16 * kColumnVecs)
-    weigh_columns<Cache, R, kColumnVecs>(args, row, begin, from, to, weights, values, d);
-  for (; d < args.head_dim; d += 16) weigh_columns<Cache, R, 1>(args, row, begin, from, to, weights, values, d);
+    weigh_columns<Cache, R, kColumnVecs, Prefetch>(args, row, begin, from, to, weights, values, d);
+  for (; d < args.head_dim; d += 16) weigh_columns<Cache, R, 1, Prefetch>(args, row, begin, from, to, weights, values, d);
 }
 
 template <class Cache>
@@ -304,7 +314,12 @@ struct Weigh {
   const float (*weights)[kPartition];
   float* values;
   template <int R>
-  void operator()(int row) const { weigh_values<Cache, R>(args, row, begin, from, to, weights, values); }
+  void operator()(int row) const {
+    if (row == 0)
+      weigh_values<Cache, R, true>(args, row, begin, from, to, weights, values);
+    else
+      weigh_values<Cache, R, false>(args, row, begin, from, to, weights, values);
+  }
 };
 
 // Calls f.template operator()<R>(row) over groups of at most four rows.

@@ -38,7 +38,6 @@ void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int
     args.block_size = kv.spec.block_size;
     args.block_table = tables.block_tables + int64_t(span.request) * tables.max_blocks;
     args.cache = kv.head(layer, span.kv_head);
-    args.block_stride = kv.block_stride();
     args.scale = params.scale;
     args.soft_cap = params.soft_cap;
     return args;

@@ -40,7 +40,7 @@ void CpuBackend::upload(float* dst, const float* src, int64_t count) {
 }
 
 size_t CpuBackend::kv_cache_bytes(const KVCacheSpec& s) const {
-  return size_t(s.num_blocks) * CpuKVCache::block_stride(s);
+  return size_t(s.num_blocks) * CpuKVCache::block_bytes(s);
 }
 
 std::unique_ptr<KVCache> CpuBackend::alloc_kv_cache(const KVCacheSpec& spec) {
@@ -169,7 +169,7 @@ void CpuBackend::store_kv(KVCache& cache, int layer, Tensor k, Tensor v) {
     const int slot = slot_mapping[t];
     for (int h = 0; h < kv.spec.num_kv_heads; ++h) {
       store(k.row(t) + h * d, v.row(t) + h * d, d, block_size, slot % block_size,
-            kv.head(layer, h) + slot / block_size * kv.block_stride());
+            kv.head(layer, h).block(slot / block_size));
     }
   });
 }

@@ -53,6 +53,18 @@ constexpr int kRowBlock = 64;  // rows whose activations and sums stay in the fi
 constexpr int kPartition = 256;   // positions of context worked on at a time; partitions are merged in ascending order
 constexpr int kMaxQueryRows = 32; // query rows (tokens x heads of one KV head) worked on together
 
+constexpr int kRunBlocks = 16;
+
+// Where one layer and KV head keeps its blocks. A run of kRunBlocks of them lies together: a request's blocks are mostly
+// consecutive, and memory is read faster in long stretches.
+struct HeadBlocks {
+  uint8_t* data;        // of block 0
+  int64_t block_bytes;  // keys, then values
+  int64_t run_stride;   // bytes from one run to the next
+
+  uint8_t* block(int id) const { return data + id / kRunBlocks * run_stride + id % kRunBlocks * block_bytes; }
+};
+
 struct AttentionArgs {
   const float* q[kMaxQueryRows];    // rows of D floats
   int first[kMaxQueryRows];         // visible positions of a row: [first, last)
@@ -61,8 +73,7 @@ struct AttentionArgs {
   int head_dim;
   int block_size;
   const int32_t* block_table;
-  const uint8_t* cache;             // keys, then values of this layer and KV head: block b at b * block_stride
-  int64_t block_stride;             // bytes
+  HeadBlocks cache;
   float scale;
   float soft_cap;                   // 0: none
 };

@@ -62,18 +62,20 @@ void test_merge() {
 // Row r sees `window` positions up to context - 1 - r % 7; queries grow with r, so that softmax turns sharp.
 void test_attention_case(KVType type, int head_dim, int block_size, int context, int window, int rows, float soft_cap) {
   const int blocks = (context + block_size - 1) / block_size;
-  const int64_t block_stride = 2 * kv_matrix_bytes(type, head_dim, block_size) + 8;
+  const int64_t block_bytes = 2 * kv_matrix_bytes(type, head_dim, block_size);
+  const int64_t run_stride = kRunBlocks * block_bytes + 8;
   Random random(uint64_t(head_dim * block_size + context));
   std::vector<int32_t> block_table;
   for (int b = 0; b < blocks; ++b) block_table.push_back(b + 1);
   for (int b = blocks - 1; b > 0; --b) std::swap(block_table[size_t(b)], block_table[size_t(random.below(b + 1))]);
   // Positions past the context are never written: whatever lies there must not matter.
-  std::vector<uint8_t> cache(size_t(block_stride * (blocks + 1)), 0x7e);
+  std::vector<uint8_t> cache(size_t(run_stride * (blocks / kRunBlocks + 1)), 0x7e);
+  const HeadBlocks head{cache.data(), block_bytes, run_stride};
   const auto keys = normals(context * head_dim, 16), values = normals(context * head_dim, 17);
   for (int p = 0; p < context; ++p)
     kernels_scalar().store_kv[int(type)](keys.data() + p * head_dim, values.data() + p * head_dim, head_dim,
                                          block_size, p % block_size,
-                                         cache.data() + block_table[size_t(p / block_size)] * block_stride);
+                                         head.block(block_table[size_t(p / block_size)]));
   const auto q = normals(rows * head_dim, 13, 2.0f);
 
   AttentionArgs args{};
@@ -81,8 +83,7 @@ void test_attention_case(KVType type, int head_dim, int block_size, int context,
   args.head_dim = head_dim;
   args.block_size = block_size;
   args.block_table = block_table.data();
-  args.cache = cache.data();
-  args.block_stride = block_stride;
+  args.cache = head;
   args.scale = 0.25f;
   args.soft_cap = soft_cap;
   for (int r = 0; r < rows; ++r) {
