@@ -208,6 +208,12 @@ def model_metadata(name: str, shape: Shape) -> dict[str, object]:
     return keys
 
 
+def file_type(quant: str) -> int:
+    """The number that files with most matrices in this type carry: OpenVINO reads none without it."""
+    named = gguf.LlamaFileType.__members__
+    return int(named.get("ALL_F32" if quant == "F32" else f"MOSTLY_{quant}", gguf.LlamaFileType.GUESSED))
+
+
 def tokenizer_of(path: Path, vocab_size: int) -> dict[str, object]:
     """The tokenizer.* metadata of another model, its vocabulary filled up with unused tokens.
 
@@ -273,6 +279,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     shape: Shape = SHAPES[args.shape]
     metadata = model_metadata(args.shape, shape)
+    metadata["general.file_type"] = file_type(args.quant)
     try:
         if args.tokenizer_from:
             metadata |= tokenizer_of(args.tokenizer_from, shape.vocab_size)
