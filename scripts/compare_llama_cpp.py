@@ -1,11 +1,12 @@
-"""Compare rvllm's speed with llama.cpp's on one GGUF file, in interleaved pairs of runs on one machine.
+"""Compare rvllm's speed with llama.cpp's, vLLM's or OpenVINO's on one GGUF file, in interleaved pairs of runs.
 
 Each engine has a process of its own, and only one of them works at a time. A pair is a run of rvllm and a run of the
 peer, in alternating order; the table shows medians of tokens per second, and of the pairs' ratios with their range.
 A first run of every setting of the peer's (flash attention, unified KV cache) is discarded, but chooses the setting
 that counts: for prefill, decode and both together, whichever was best. "other load" is what other processes took of
-the processors meanwhile: with more than a few percent the figures say little. How to install the peer is in
-docs/benchmarks.md.
+the processors meanwhile: with more than a few percent the figures say little. "same_greedy_tokens" is how far the
+engines agree on one answer: few of them make it doubtful that they compute the same model. How to install the peers
+is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from typing import IO, Any, cast
@@ -26,10 +29,14 @@ from other_load import OtherLoad, cpu_seconds
 
 from rvllm.benchmark import Workload
 from rvllm.cli.bench import add_workload_arguments, batch_sizes, make_workloads, natural, positive
+from rvllm.gguf_file import GGUFFile
 from rvllm.models import ModelError, resolve_model
 from rvllm.system import available_cpus
+from rvllm.tokenizer import Tokenizer
 
-PEERS = Path(__file__).resolve().parent / "peers"
+WORKER = Path(__file__).resolve().parent / "peers" / "worker.py"
+ENGINES = ("llama.cpp", "vllm", "openvino")  # those of worker.py that are compared with
+CHECK_PROMPT, CHECK_TOKENS = "The capital of France is", 16
 PHASES = ("prefill", "decode", "total")
 
 Seconds = Mapping[str, float]  # by phase
@@ -42,7 +49,7 @@ class Worker:
     def __init__(self, python: str, engine: str, options: Mapping[str, object]) -> None:
         self.engine = engine
         self._process = subprocess.Popen(
-            [python, str(PEERS / "worker.py"), engine, json.dumps(options)],
+            [python, str(WORKER), engine, json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -54,16 +61,23 @@ class Worker:
         self.settings: list[Setting] = ready["settings"]
 
     def measure(self, load: Mapping[str, object], setting: Setting) -> Seconds:
-        print(json.dumps({"load": load, "setting": setting}), file=self._requests, flush=True)
-        answer = self._answer()
+        answer = self._ask({"load": load, "setting": setting})
         prefill, decode = answer["prefill_seconds"], answer["decode_seconds"]
         return {"prefill": prefill, "decode": decode, "total": prefill + decode}
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        token_ids: list[int] = self._ask({"prompt": prompt, "num_tokens": num_tokens})["token_ids"]
+        return token_ids
 
     def cpu_seconds(self) -> float:
         return cpu_seconds(self._process.pid)
 
     def close(self) -> None:
         self._process.communicate()
+
+    def _ask(self, request: Mapping[str, object]) -> dict[str, Any]:
+        print(json.dumps(request), file=self._requests, flush=True)
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         line = self._answers.readline()
@@ -113,6 +127,15 @@ def compare(
     return row
 
 
+def same_greedy_tokens(ours: Worker, peer: Worker, prompt: Sequence[int]) -> int:
+    """How many of CHECK_TOKENS the engines agree on before they part; a warning if that is none."""
+    answers = (worker.generate(prompt, CHECK_TOKENS) for worker in (ours, peer))
+    count = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=True))))
+    if not count:
+        print(f"warning: {peer.engine} gives another first token: is it the same model?", file=sys.stderr)
+    return count
+
+
 def header(peer: str) -> str:
     phases = (f"{phase} rvllm t/s | {peer} t/s | ratio (min..max)" for phase in PHASES)
     return f"| B | {' | '.join(phases)} | other load | {peer}'s settings |\n|{'---:|' * 11}---|"
@@ -143,6 +166,16 @@ def machine() -> dict[str, object]:
     return {"cpu": name, "cpus": available_cpus(), "load_average": os.getloadavg()[0]}
 
 
+def read_model(path: Path) -> tuple[int, dict[str, int], list[int]]:
+    """Size of the vocabulary, number of tensors by type, and token ids to compare answers to."""
+    with GGUFFile(path) as gguf:
+        embedding = gguf.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ValueError(f"{path}: token_embd.weight: missing")
+        types = Counter(tensor.type.name for tensor in gguf.tensors.values())
+        return embedding.shape[0], dict(types), Tokenizer.from_gguf(gguf.metadata).encode(CHECK_PROMPT)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,12 +195,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--step-tokens", type=positive, default=512, metavar="N",
         help="prompt tokens in a step: max_num_batched_tokens and n_ubatch (default: %(default)s)")  # fmt: skip
     add("--seed", type=natural, default=0, metavar="N", help="of the prompts")
-    add(
-        "--peer-python",
-        default=sys.executable,
-        metavar="PATH",
-        help="the interpreter that has llama-cpp-python",
-    )
+    add("--peer", choices=ENGINES, default=ENGINES[0], help="(default: %(default)s)")
+    add("--peer-python", default=sys.executable, metavar="PATH", help="the interpreter that has the peer")
+    add("--peer-model", metavar="PATH",
+        help="what the peer loads instead: the same weights, in a folder that was made for it")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -176,20 +207,27 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     workers: list[Worker] = []
     try:
+        if args.copy_prefix and args.peer != "llama.cpp":
+            raise ValueError(f"--copy-prefix: {args.peer} shares a prefix by itself")
         workloads = make_workloads(args)
+        model = resolve_model(args.model)
+        vocab_size, types, prompt = read_model(model)
+        largest = max(workloads, key=lambda workload: workload.batch_size)
         options = {
-            "model": str(resolve_model(args.model)),
+            "model": str(model),
+            "vocab_size": vocab_size,
             "threads": args.threads,
-            "max_batch_size": max(args.batch_sizes),
             "step_tokens": args.step_tokens,
             "seed": args.seed,
+            "load": {**asdict(largest), "copy_prefix": args.copy_prefix},
             "isa": args.isa,
         }
-        conditions = {"machine": machine(), "options": options, "pairs": args.pairs}
+        conditions = {"machine": machine(), "options": options, "tensors": types, "pairs": args.pairs}
         workers += [Worker(sys.executable, "rvllm", options)]
-        workers += [Worker(args.peer_python, "llama.cpp", options)]
+        workers += [Worker(args.peer_python, args.peer, {**options, "model": args.peer_model or str(model)})]
         ours, peer = workers
         conditions["versions"] = [worker.version for worker in workers]
+        conditions["same_greedy_tokens"] = f"{same_greedy_tokens(ours, peer, prompt)} of {CHECK_TOKENS}"
         if not args.json:
             print(json.dumps(conditions, indent=2), f"\n{header(peer.engine)}", flush=True)
         rows = []

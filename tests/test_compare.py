@@ -1,11 +1,11 @@
-"""scripts/compare_llama_cpp.py: how the engines are driven and the ratios formed. rvllm stands in for the peer."""
+"""scripts/compare_llama_cpp.py: how the engines are driven and the ratios formed. rvllm stands in for llama.cpp."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,10 +41,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(model: Path) -> Iterator[Any]:
     options = {
         "model": str(model),
+        "vocab_size": 260,
         "threads": 1,
-        "max_batch_size": 4,
         "step_tokens": 64,
         "seed": 0,
+        "load": {**LOAD, "batch_size": 4},
         "isa": None,
     }
     worker = script.Worker(sys.executable, "rvllm", options)
@@ -64,6 +65,9 @@ class FakeWorker:
         self.log.append(self.engine)
         prefill, decode = setting["seconds"]
         return {"prefill": prefill, "decode": decode, "total": prefill + decode}
+
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        return [len(self.settings)] * 2 + list(range(2, num_tokens))
 
     def cpu_seconds(self) -> float:
         return 0.0
@@ -96,6 +100,15 @@ def test_worker_measures(worker: Any) -> None:
     assert seconds["total"] == seconds["prefill"] + seconds["decode"]
 
 
+def test_engines_are_asked_the_same(worker: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    token_ids = worker.generate([72, 101, 108], 5)
+    assert len(token_ids) == 5 and worker.generate([72, 101, 108], 3) == token_ids[:3]
+    assert script.same_greedy_tokens(worker, worker, [72, 101]) == 16
+    assert capsys.readouterr().err == ""
+    assert script.same_greedy_tokens(FakeWorker("a", []), FakeWorker("b", [], {}), [1]) == 0
+    assert capsys.readouterr().err.startswith("warning: b gives another first token")
+
+
 def test_engine_errors_are_reported(worker: Any) -> None:
     with pytest.raises(RuntimeError, match="rvllm: batch size 9 is more than max_num_seqs 4"):
         worker.measure({**LOAD, "batch_size": 9}, worker.settings[0])
@@ -113,6 +126,7 @@ def test_the_whole_script(
     assert script.main([*argv, "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert [row["batch_size"] for row in result["rows"]] == [1, 3]
+    assert result["same_greedy_tokens"] == "16 of 16" and set(result["tensors"]) == {"F32"}
     for row in result["rows"]:
         assert 0 <= row["other_load"] <= 1
         for phase in script.PHASES:
@@ -128,6 +142,7 @@ def test_the_whole_script(
         (["--shared-prefix", "200"], "shared_prefix must be between 0 and prompt_len 128, got 200"),
         (["--model", "missing.gguf"], "missing.gguf"),
         (["--peer-python", "/missing/python"], "/missing/python"),
+        (["--peer", "vllm", "--copy-prefix"], "--copy-prefix: vllm shares a prefix by itself"),
     ],
 )
 def test_errors_are_one_line(

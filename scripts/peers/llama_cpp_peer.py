@@ -50,6 +50,23 @@ class LlamaCppPeer(Peer):
         features = (word.split(" = ")[0] for word in llama.llama_print_system_info().decode().split(" | "))
         return f"llama.cpp in llama-cpp-python {__version__} ({' '.join(features).strip()})"
 
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        params = llama.llama_context_default_params()
+        params.n_ctx = len(prompt) + num_tokens
+        params.n_threads = params.n_threads_batch = self._options.threads
+        context = llama.llama_init_from_model(self._model, params)
+        token_ids: list[int] = []
+        batch = list(prompt)
+        for _ in range(num_tokens):
+            array = (llama.llama_token * len(batch))(*batch)
+            if llama.llama_decode(context, llama.llama_batch_get_one(array, len(batch))) != 0:
+                raise RuntimeError(f"llama_decode of {len(batch)} tokens failed")
+            logits = llama.llama_get_logits_ith(context, -1)
+            batch = [int(np.ctypeslib.as_array(logits, (self._options.vocab_size,)).argmax())]
+            token_ids += batch
+        llama.llama_free(context)
+        return token_ids
+
     def measure(self, load: Load, setting: Setting) -> tuple[float, float]:
         if load != self._load:
             for context in self._contexts.values():

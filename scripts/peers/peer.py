@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Setting = Mapping[str, object]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What holds for all measurements. step_tokens: prompt tokens computed in one step."""
-
-    model: str
-    threads: int
-    max_batch_size: int
-    step_tokens: int
-    seed: int
-    isa: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,14 +24,39 @@ class Load:
     copy_prefix: bool
 
 
+@dataclass(frozen=True)
+class Options:
+    """What holds for all measurements. step_tokens: prompt tokens computed in one step.
+
+    load: the one with the most requests; the others differ from it in their number alone.
+    """
+
+    model: str
+    vocab_size: int
+    threads: int
+    step_tokens: int
+    seed: int
+    load: Load
+    isa: str | None = None
+
+
 class Peer(ABC):
     """Loads one model when it is made."""
 
-    settings: tuple[Setting, ...]  # to be tried on every load: the best one counts
+    settings: tuple[Setting, ...] = ({},)  # to be tried on every load: the best one counts
+
+    @classmethod
+    def environment(cls, options: Options) -> dict[str, str]:
+        """Variables that its process must be started with, unless they are set already."""
+        return {}
 
     @abstractmethod
     def version(self) -> str:
         """Version and build, in one line."""
+
+    @abstractmethod
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The next token ids, each the likeliest: those of another engine, if both compute the same model."""
 
     @abstractmethod
     def measure(self, load: Load, setting: Setting) -> tuple[float, float]:
