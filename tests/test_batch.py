@@ -19,6 +19,7 @@ from server_client import TEMPLATE
 from tiny_gguf import write_tiny_model
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+RESPONSES = "/v1/responses"
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +76,25 @@ def test_every_route_answers_in_the_format_of_openai(capsys: pytest.CaptureFixtu
             line("chat", CHAT, messages=[{"role": "user", "content": "Hi"}], max_tokens=3, model="tiny"),
             "",
             line("embed", EMBEDDINGS, input=["one", "two"]),
+            line("respond", RESPONSES, input="Hi", max_output_tokens=3),
         ],
     )
     run = Run(capsys, *arguments(model))
     assert (run.status, run.out) == (0, "")
-    assert run.err == "rvllm: 3 of 3 requests answered\n"
+    assert run.err == "rvllm: 4 of 4 requests answered\n"
     answers = {entry["custom_id"]: entry for entry in entries(Path("out.jsonl"))}
-    assert answers.keys() == {"complete", "chat", "embed"}
+    assert answers.keys() == {"complete", "chat", "embed", "respond"}
     for entry in answers.values():
         assert list(entry) == ["id", "custom_id", "response", "error"] and entry["error"] is None
         assert entry["id"].startswith("batch_req_")
         assert list(entry["response"]) == ["status_code", "request_id", "body"]
         assert entry["response"]["status_code"] == 200 and entry["response"]["request_id"]
     objects = {name: entry["response"]["body"]["object"] for name, entry in answers.items()}
-    assert objects == {"complete": "text_completion", "chat": "chat.completion", "embed": "list"}
+    kinds = {"complete": "text_completion", "chat": "chat.completion", "embed": "list", "respond": "response"}
+    assert objects == kinds
     assert answers["chat"]["response"]["body"]["usage"]["completion_tokens"] == 3
     assert len(answers["embed"]["response"]["body"]["data"]) == 2
-    assert len({entry["id"] for entry in answers.values()}) == 3
+    assert len({entry["id"] for entry in answers.values()}) == 4
 
     before = Path("out.jsonl").read_bytes()
     assert Run(capsys, *arguments(Path("no such model"))).status == 0  # nothing is left to do
@@ -109,7 +112,7 @@ def test_bad_lines_and_refused_requests_harm_no_other(
         {"method": "POST", "url": COMPLETIONS, "body": {}},
         {**line("get"), "method": "GET"},
         {**line("more"), "priority": 1},
-        line("elsewhere", "/v1/responses", input="x"),
+        line("elsewhere", "/v1/moderations", input="x"),
         line("stream", prompt="x", stream=True),
         line("hot", prompt="x", temperature=-1),
         line("unknown", prompt="x", model="gpt-9"),

@@ -1,7 +1,8 @@
 """Answer a file of requests in OpenAI's batch format, many at a time; a run that was stopped goes on where it was.
 
-Each line of INPUT has custom_id, method (POST), url (/v1/chat/completions, /v1/completions or /v1/embeddings) and
-body; OUTPUT gets a line for each, as it is answered. Requests that OUTPUT answers already are not run again.
+Each line of INPUT has custom_id, method (POST), url (/v1/chat/completions, /v1/completions, /v1/responses or
+/v1/embeddings) and body; OUTPUT gets a line for each, as it is answered. Requests that OUTPUT answers already are not
+run again.
 """
 
 from __future__ import annotations

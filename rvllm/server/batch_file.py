@@ -28,7 +28,7 @@ class BatchRequest(BaseModel):
 
     custom_id: Annotated[str, Field(min_length=1)]
     method: Literal["POST"]
-    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     body: dict[str, Any]
 
 
