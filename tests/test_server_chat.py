@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,16 @@ def test_template_kwargs_reach_the_template(tmp_path_factory: pytest.TempPathFac
         assert prompt_of(server, messages=HI, **body).endswith("glad[low][{'text': 'd'}]")
     finally:
         server.close()
+
+
+def test_no_reasoning_effort_is_no_thinking(tmp_path: Path) -> None:
+    template = TEMPLATE + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    with closing(TinyServer(make_llm(tmp_path, template))) as server:
+        none = prompt_of(server, messages=HI, reasoning_effort="none")
+        assert none == prompt_of(server, messages=HI, chat_template_kwargs={"enable_thinking": False})
+        assert none.endswith("</think>\n\n") and not prompt_of(server, messages=HI).endswith("</think>\n\n")
+        assert server.ok("/v1/responses", input="hi", max_output_tokens=1, reasoning={"effort": "none"})
+        assert server.refused(PATH, messages=HI, reasoning_effort="low")["param"] == "reasoning_effort"
 
 
 # Turns

@@ -99,11 +99,12 @@ def encode_chat(model: ServedModel, messages: Sequence[Message], **arguments: An
         raise bad_request(
             "the model has no chat template: use /v1/completions, or start with --chat-template"
         )
-    has_setting = "reasoning_effort" in template.source
-    asks_for_none = arguments.get("reasoning_effort") in (None, "none") and not find_reasoning(
-        template.source
-    )
-    if "reasoning_effort" in arguments and not (has_setting or asks_for_none):
+    effort = arguments.get("reasoning_effort")
+    if effort == "none" and "enable_thinking" in template.source:
+        arguments.setdefault("enable_thinking", False)
+    elif effort == "none" and find_reasoning(template.source) is None:
+        pass  # it does not think
+    elif effort is not None and "reasoning_effort" not in template.source:
         raise unsupported("reasoning_effort", "the model's chat template has no such setting")
     model.check_size(_num_characters([plain, arguments]), "messages")
     if arguments.get("documents") and "documents" not in template.source:
