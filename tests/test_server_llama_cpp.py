@@ -117,7 +117,7 @@ def test_stopping(server: TinyServer) -> None:
 def test_the_time_for_an_answer_begins_with_its_first_token(tmp_path: Path) -> None:
     llm = make_llm(tmp_path, context_length=16384, num_blocks=1024)
     with closing(TinyServer(llm)) as server:
-        prompts = ["x", "y" * 6000]
+        prompts = ["x", "y" * 3000]
         timed = server.ok(PATH, prompt=prompts, t_max_predict_ms=1, ignore_eos=True, cache_prompt=False)
         assert [answer["stop_type"] for answer in timed] == ["limit"] * 2
         assert all(0 < answer["tokens_predicted"] < 8000 for answer in timed)
