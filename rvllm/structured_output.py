@@ -49,7 +49,7 @@ class StructuredOutput:
     thoughts: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = [name for name in _KINDS if _is_given(getattr(self, name))]
         if self.json_schema is False:
             raise ValueError("json_schema: false allows nothing")
         if len(given) != 1:
@@ -86,7 +86,11 @@ class StructuredOutput:
     @property
     def kind(self) -> str:
         """Which of the five it is."""
-        return next(f.name for f in fields(self) if getattr(self, f.name) not in (None, False))
+        return next(f.name for f in fields(self) if _is_given(getattr(self, f.name)))
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False  # which 0 equals
 
 
 def _check_text(name: str, text: object) -> None:

@@ -229,6 +229,10 @@ RESPONSE_TOOL = {"type": "function", **BAD_TOOL}
         ({"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice"),
+        *[
+            ({"structured_outputs": {name: 0}}, f"structured_outputs.{name}")
+            for name in ("json", "json_object", "regex", "grammar")
+        ],
         ({"grammar": "root ::= nope"}, "grammar"),
         ({"json_schema": BAD}, "json_schema"),
         ({"json_schema": "{"}, "json_schema"),
@@ -251,6 +255,8 @@ def test_a_constraint_is_named_by_what_asks_for_it(
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": BAD}}}, "text.format.schema"),
         ({"tools": [RESPONSE_TOOL], "tool_choice": "required"}, "tools"),
         ({"tools": [RESPONSE_TOOL] * 2}, "tools.1.name"),
+        ({"tools": [{"type": "function", "name": 5}]}, "tools.0.name"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
         ({"structured_outputs": {"json": BAD}}, "structured_outputs.json"),
     ],

@@ -92,8 +92,8 @@ def chat_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool] | None:
             converted.append(Tool.model_validate(fields))
         except ValidationError as error:
             problem = from_validation_error(error, fields)
-            param = f"tools.{i}.{(problem.param or '').removeprefix('function.')}"
-            raise APIError(400, problem.message, param) from None
+            name = problem.param or ""
+            raise problem.renamed({name: f"tools.{i}.{name.removeprefix('function.')}"}) from None
     return converted
 
 
