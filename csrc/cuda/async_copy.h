@@ -6,7 +6,6 @@
 #include "cuda/gpu.h"
 
 #if defined(RV_EMU)
-#include <cstdlib>
 #include <vector>
 #endif
 
@@ -17,7 +16,7 @@ class AsyncCopies {
 #if defined(RV_EMU)
   void copy(uint4* shared, const uint4* global, bool wanted) {
     if (!wanted) return;
-    if (is_lazy_)
+    if (emu::is_lazy())
       groups_.back().push_back({shared, global});
     else
       *shared = *global;
@@ -35,7 +34,6 @@ class AsyncCopies {
     const uint4* from;
   };
   std::vector<std::vector<Copy>> groups_{1};  // the last is open
-  const bool is_lazy_ = std::getenv("RVLLM_EMU_LAZY") && *std::getenv("RVLLM_EMU_LAZY") == '1';
 #else
   __device__ __forceinline__ void copy(uint4* shared, const uint4* global, bool wanted) {
 #if __CUDA_ARCH__ >= 800

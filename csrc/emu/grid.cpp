@@ -68,7 +68,7 @@ const GridConfig* g_config = nullptr;
 const std::function<void()>* g_body = nullptr;
 unsigned g_count = 0, g_live = 0, g_at_barrier = 0;
 uint64_t g_barrier_generation = 0;
-bool g_aborted = false;
+bool g_aborted = false, g_is_lazy = false;
 char g_launch_begin, g_launch_end;  // for ThreadSanitizer
 size_t g_block_number = 0;          // in the launch
 
@@ -265,6 +265,7 @@ const std::string& last_report() { return g_report; }
 void set_report(const std::string& text) { g_report = text; }
 const Statistics& statistics() { return g_statistics; }
 void* dynamic_shared() { return g_shared.dynamic(); }
+bool is_lazy() { return g_is_lazy; }
 
 void* shared_array(const void* key, size_t bytes, size_t align) {
   char* data = g_shared.array(key, bytes, align);
@@ -339,6 +340,8 @@ bool run_grid(const GridConfig& config, const std::function<void()>& body) {
   g_config = &config;
   g_body = &body;
   g_aborted = false;
+  const char* const lazy = std::getenv("RVLLM_EMU_LAZY");
+  g_is_lazy = lazy && *lazy == '1';
   g_count = config.block.x * config.block.y * config.block.z;
   g_shared.begin_launch();
   g_block_number = 0;

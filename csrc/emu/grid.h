@@ -49,6 +49,7 @@ void warp_sync(unsigned mask, int site);
 const uint64_t* warp_exchange(unsigned mask, uint64_t value, int site);
 void* dynamic_shared();
 void* shared_array(const void* key, size_t bytes, size_t align);
+bool is_lazy();  // RVLLM_EMU_LAZY=1, as of the launch: copies are made as late as they may be
 [[noreturn]] void kernel_error(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 }  // namespace rvllm::emu
