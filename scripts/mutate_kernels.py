@@ -3,6 +3,7 @@ tests do not notice.
 
     python scripts/mutate_kernels.py                         every place of the CUDA kernels
     python scripts/mutate_kernels.py --kind barrier index --file norm.cu --sample 40
+    python scripts/mutate_kernels.py --file many_tokens.h --format Q4_1 Q6_K Q2_K
     python scripts/mutate_kernels.py --device metal --each 6
     python scripts/mutate_kernels.py --device metal-host --file metal_device.mm
 
@@ -245,13 +246,28 @@ def mutants_of(path: Path, kinds: list[str]) -> list[Mutant]:
     return found
 
 
-class Workplace:
-    """A copy of the tree, in which one mutant at a time lives."""
+def keep_formats(source: str, formats: list[str]) -> str:
+    """A quantized_linear*.cu with a function that throws in place of every other format's kernels."""
 
-    def __init__(self, directory: Path, target: Target, only_near: bool = False) -> None:
+    def replace(match: re.Match[str]) -> str:
+        if match[1] in formats:
+            return match[0]
+        return f'template <> {match[0][9:-1]} {{ throw std::logic_error("{match[1]} was left out"); }}'
+
+    found = re.sub(r"template void quantized_linear_of<Format(\w+)>\(.*\);", replace, source)
+    return f"#include <stdexcept>\n{found}"
+
+
+class Workplace:
+    """A copy of the tree, in which one mutant at a time lives. With formats, products have only their kernels."""
+
+    def __init__(
+        self, directory: Path, target: Target, only_near: bool = False, formats: list[str] | None = None
+    ) -> None:
         self.directory = directory
         self.target = target
-        self.only_near = only_near
+        self.only_near = only_near or bool(formats)
+        self.formats = formats or []
         for name in ("csrc", "tests", "rvllm", "scripts"):
             shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "setup.py"):
@@ -259,6 +275,9 @@ class Workplace:
         if target.races and (built := ROOT / "build/emu").exists():
             # What is compiled there need not be again, except for Metal, whose dependencies name that folder.
             shutil.copytree(built, directory / "build", ignore=shutil.ignore_patterns("metal"))
+        if formats:
+            for path in (directory / "csrc/cuda").glob("quantized_linear*.cu"):
+                path.write_text(keep_formats(path.read_text(), formats))
 
     def passes(self, variant: str, tests: list[tuple[str, str]]) -> bool | None:
         """Whether tests pass that are tried in turn until one fails; None when the kernels do not compile."""
@@ -284,13 +303,17 @@ class Workplace:
 
     def near(self, file: str) -> list[tuple[str, str]]:
         path, schedule = self.target.kernels
-        own = self.target.near.get(file)
+        own = self.own_tests(file)
         return [(path, f"{schedule} and ({own})" if own else schedule)]
+
+    def own_tests(self, file: str) -> str | None:
+        own = self.target.near.get(file)
+        return f"({own}) and ({' or '.join(self.formats)})" if own and self.formats else own
 
     def rest(self, file: str) -> list[tuple[str, str]]:
         if not self.only_near:
             return self.target.rest
-        own = self.target.near.get(file)
+        own = self.own_tests(file)
         return [(self.target.kernels[0], f"not gpu and ({own})")] if own else []
 
     def survives(self, mutant: Mutant, variant: str) -> bool | None:
@@ -322,6 +345,9 @@ def main() -> int:
         action="store_true",
         help="with the tests of a file's own operations alone, in all schedules",
     )
+    parser.add_argument(
+        "--format", nargs="+", help="of CUDA's quantized products: with these types' kernels and tests alone"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     args = parser.parse_args()
 
@@ -348,7 +374,7 @@ def main() -> int:
 
     outcomes: dict[Mutant, bool | None] = {}
     with tempfile.TemporaryDirectory() as directory:
-        workplace = Workplace(Path(directory), target, args.near)
+        workplace = Workplace(Path(directory), target, args.near, args.format)
         for variant in ("plain", "tsan") if target.races else ("plain",):
             tried = [m for m in mutants if variant == "plain" or (m.kind == "barrier" and outcomes[m])]
             for file in sorted({m.file for m in tried}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mutate_kernels import ROOT, TARGETS, mutants_of
+from mutate_kernels import ROOT, TARGETS, keep_formats, mutants_of
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,10 @@ def test_every_file_has_tests_and_every_kind_places(device: str) -> None:
         m for path in broken if path.suffix in target.suffixes for m in mutants_of(path, [*target.kinds])
     ]
     assert {m.kind for m in mutants} == target.kinds
+
+
+def test_formats_that_are_left_out_throw() -> None:
+    lines = [f"template void quantized_linear_of<Format{name}>(int);" for name in ("Q4_1", "Q4_K")]
+    kept, left_out = keep_formats("\n".join(lines), ["Q4_1"]).splitlines()[1:]
+    assert kept == lines[0]
+    assert left_out.startswith("template <> void quantized_linear_of<FormatQ4_K>(int) { throw ")
