@@ -13,30 +13,38 @@ namespace rvllm::cuda {
 constexpr int kMagicBits = 0x4b400000;
 constexpr float kMagic = 12582912.0f;
 
-__device__ __forceinline__ float exact_float(int sum) { return __int_as_float(sum) - kMagic; }
+// A sum with kMagicBits added, without them, times factor: exact where kMagic * factor and the product are.
+__device__ __forceinline__ float exact_product(int sum, float factor) {
+  return fmaf(__int_as_float(sum), factor, -kMagic * factor);
+}
 
 template <class F>
 constexpr int kHalves = F::kHalved ? 2 : 1;
 
-// Integer sums over one block of 32 k: over all of it, with kMagicBits added, or over each half.
+// Integer sums over one block of 32 k, all of it or each half, with kMagicBits added.
 template <class F>
 __device__ __forceinline__ void dot(const uint32_t (&a)[4], const uint2& b, int (&sums)[kHalves<F>][4]) {
+  const int magic[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
   if constexpr (F::kHalved) {
-    const int zeros[4] = {0, 0, 0, 0};
-    mma_k16(sums[0], a[0], a[1], b.x, zeros);
-    mma_k16(sums[kHalves<F> - 1], a[2], a[3], b.y, zeros);
+    mma_k16<F::kSigned>(sums[0], a[0], a[1], b.x, magic);
+    mma_k16<F::kSigned>(sums[kHalves<F> - 1], a[2], a[3], b.y, magic);
   } else {
-    const int magic[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
-    mma_k32(sums[0], a, b.x, b.y, magic);
+    mma_k32<F::kSigned>(sums[0], a, b.x, b.y, magic);
   }
 }
 
 // Of rows g and g + 8 in one block.
 template <class F>
 struct BlockScales {
+  // How those of a chunk of blocks lie in shared memory, 16 bytes for each place and g: d and m of each block, or where
+  // F::kHalved its scales, then d and m of the super-block, then minima.
+  static constexpr int kPlaces = F::kHalved ? kChunkBlocks + 1 + F::kHasMin * kChunkBlocks : kChunkBlocks;
+  using Chunk = uint4[kPlaces][8];
   float d[2], m[2];
-  int scale[2][2], min[2][2];  // of the halves, where F::kHalved
+  float scale[2][2];  // of the halves, where F::kHalved, by code_unit
+  int min[2][2];
 
+  BlockScales() = default;
   __device__ __forceinline__ BlockScales(const Scale<F>& low, const Scale<F>& high, float unit) {
     const Scale<F> rows[2] = {low, high};
 #pragma unroll
@@ -45,29 +53,35 @@ struct BlockScales {
       m[row] = rows[row].m();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        scale[row][half] = F::kHalved ? rows[row].scale_of(half) : 0;
+        scale[row][half] = F::kHalved ? float(rows[row].scale_of(half)) * code_unit<F>(row) : 0.0f;
         min[row][half] = F::kHalved && F::kHasMin ? rows[row].min_of(half) : 0;
       }
     }
   }
-  // The same in 16 bytes: what is the same for all tokens is computed, but not taken apart.
-  static __device__ __forceinline__ uint4 packed(const Scale<F>& low, const Scale<F>& high, float unit) {
-    if constexpr (F::kHalved) return {low.header, high.header, low.scale, high.scale};
-    const BlockScales s(low, high, unit);
-    return {__float_as_uint(s.d[0]), __float_as_uint(s.d[1]), __float_as_uint(s.m[0]), __float_as_uint(s.m[1])};
+  __device__ __forceinline__ void put(Chunk& chunk, int block, int g) const {
+    if (!F::kHalved || block == 0) chunk[F::kHalved ? kChunkBlocks : block][g] = words(d[0], d[1], m[0], m[1]);
+    if constexpr (F::kHalved) chunk[block][g] = words(scale[0][0], scale[0][1], scale[1][0], scale[1][1]);
+    if constexpr (F::kHalved && F::kHasMin)
+      chunk[kChunkBlocks + 1 + block][g] = {uint32_t(min[0][0]), uint32_t(min[0][1]), uint32_t(min[1][0]),
+                                            uint32_t(min[1][1])};
   }
-  static __device__ __forceinline__ BlockScales unpacked(const uint4& p, float unit) {
-    if constexpr (F::kHalved) {
-      Scale<F> low, high;
-      low.header = p.x, high.header = p.y, low.scale = p.z, high.scale = p.w;
-      return BlockScales(low, high, unit);
+  __device__ __forceinline__ BlockScales(const Chunk& chunk, int block, int g) : scale{}, min{} {
+    take(chunk[F::kHalved ? kChunkBlocks : block][g], d, m);
+    if constexpr (F::kHalved) take(chunk[block][g], scale[0], scale[1]);
+    if constexpr (F::kHalved && F::kHasMin) {
+      const uint4 p = chunk[kChunkBlocks + 1 + block][g];
+      min[0][0] = int(p.x), min[0][1] = int(p.y), min[1][0] = int(p.z), min[1][1] = int(p.w);
     }
-    return BlockScales(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z), __uint_as_float(p.w));
   }
 
  private:
-  __device__ __forceinline__ BlockScales(float d0, float d1, float m0, float m1)
-      : d{d0, d1}, m{m0, m1}, scale{}, min{} {}
+  static __device__ __forceinline__ uint4 words(float x, float y, float z, float w) {
+    return {__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)};
+  }
+  static __device__ __forceinline__ void take(const uint4& p, float (&first)[2], float (&second)[2]) {
+    first[0] = __uint_as_float(p.x), first[1] = __uint_as_float(p.y);
+    second[0] = __uint_as_float(p.z), second[1] = __uint_as_float(p.w);
+  }
 };
 
 // Below 2^24; unsigned, since those of places without a token may be anything.
@@ -84,14 +98,17 @@ __device__ __forceinline__ void add_block(const BlockScales<F>& w, const float4&
     const int row = i / 2;
     const float s = i % 2 ? x.y : x.x;
     if constexpr (F::kHalved) {
-      total[i] = fmaf(weighted(w.scale[row], sums[0][i], sums[kHalves<F> - 1][i]), w.d[row] * s, total[i]);
+      const float low = exact_product(sums[0][i], w.scale[row][0]);
+      const float sum = fmaf(__int_as_float(sums[kHalves<F> - 1][i]) - kMagic, w.scale[row][1], low);  // below 2^24
+      total[i] = fmaf(sum, w.d[row] * s, total[i]);
       if constexpr (F::kHasMin) {
         const float j = i % 2 ? weighted(w.min[row], half_sum.z, half_sum.w)
                               : weighted(w.min[row], half_sum.x, half_sum.y);
         total[i] = fmaf(w.m[row], j * s, total[i]);
       }
     } else {
-      total[i] = fmaf(exact_float(sums[0][i]), w.d[row] * s, total[i]);
+      const float sum = exact_product(sums[0][i], code_unit<F>(row));
+      total[i] = fmaf(sum, w.d[row] * s, total[i]);
       if constexpr (F::kHasMin) total[i] = fmaf(w.m[row], i % 2 ? x.w : x.z, total[i]);
     }
   }

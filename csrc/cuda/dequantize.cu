@@ -26,13 +26,12 @@ __global__ void __launch_bounds__(256) dequantize_kernel(__half* out, QuantizedW
     scales[1].load(chunk, g + 8, (2 * pair + b) % kChunkBlocks);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int row = blockIdx.x * kTileRows + g + 8 * (r % 2), half = r / 2;
+      const int row = blockIdx.x * kTileRows + g + 8 * (r % 2);
       if (row >= rows) continue;
       __half values[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        values[i] = From<__half>::f(weight_of(scales[r % 2], weights.unit, half, int8_t(a[r] >> 8 * i & 255)));
-      memcpy(out + int64_t(row) * cols + first + 16 * half + 4 * t, values, sizeof values);
+      for (int i = 0; i < 4; ++i) values[i] = From<__half>::f(weight_of(scales[r % 2], weights.unit, a[r], r, i));
+      memcpy(out + int64_t(row) * cols + first + 16 * (r / 2) + 4 * t, values, sizeof values);
     }
   }
 }

@@ -30,11 +30,10 @@ __global__ void __launch_bounds__(256, 1) few_tokens_kernel(QuantizedLinearArgs 
   const int tile = int(blockIdx.x) * args.tiles_a_block + int(threadIdx.z) % args.tiles_a_block;
   const int group = int(blockIdx.y) * args.groups_a_block + int(threadIdx.z) / args.tiles_a_block;
   const Outputs<kTiles> outputs(args, tile, group * kTiles);
-  const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, stride = args.x.tiles;
+  const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, together = args.x.together;
   const int units = (args.blocks + kUnit - 1) / kUnit, pairs = (args.blocks + 1) / 2;
   float4* const mine = handed_on + (threadIdx.z * kTiles) * 32 + lane;
-  const uint4* const x_codes = args.x.q + outputs.first_tile / 2 * 32 + lane;
-  const int x_at = outputs.first_tile * 4 + lane % 4;
+  const int64_t first_place = args.x.place(outputs.first_tile, 0);
 
   float total[kTiles][4] = {};
   CodePair<F> codes[kUnit / 2];
@@ -47,35 +46,43 @@ __global__ void __launch_bounds__(256, 1) few_tokens_kernel(QuantizedLinearArgs 
   for (int first = 0; first < units; first += warps) {
     const int unit = first + warp;
     const bool has_unit = outputs.is_active && unit < units;
-    const int chunk_begin = kUnit == kChunkBlocks ? 0 : unit * kUnit % kChunkBlocks;
     const int count = has_unit ? min(kUnit, args.blocks - unit * kUnit) : 0;
-    RowScales<F> scales[2];
+    const int64_t place = first_place + int64_t(unit) * kUnit * together;
+    const auto has_block = [&](int i) { return F::kSuper || i < count; };  // super-blocks are whole units
+    RowScales<F, kUnit> scales[2];
     float4 x_scales[kUnit][kTiles];
     int sums[kUnit][kTiles][kHalves<F>][4];
     if (has_unit) {
       const uint8_t* const chunk =
           outputs.weight + args.layout.scales + int64_t(unit * kUnit / kChunkBlocks) * F::kChunkBytes;
-      scales[0].load(chunk, lane / 4);
-      scales[1].load(chunk, lane / 4 + 8);
-    }
+      scales[0].load(chunk, lane / 4, unit * kUnit % kChunkBlocks);
+      scales[1].load(chunk, lane / 4 + 8, unit * kUnit % kChunkBlocks);
+      // All reads before the first product, and no branch around products: of blocks that are not there, none counts.
+      uint2 b[kUnit][kTiles] = {};
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      if (i >= count) break;
-      const int64_t block = unit * kUnit + i;
-      uint2 b[kTiles];
-      load_tiles<kTiles>(x_codes + block * (stride / 2) * 32, outputs.first_tile % 2, b);
-      uint32_t a[4];
-      if (i % 2 == 0)
-        codes[i / 2].template unpack<0>(args.codebook, a);
-      else
-        codes[i / 2].template unpack<1>(args.codebook, a);
+      for (int i = 0; i < kUnit; ++i)
+        if (has_block(i)) {
+          load_tiles<kTiles>(args.x.q + place / 2 * 32 + lane + i * (together / 2 * 32), outputs.first_tile % 2, b[i]);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        x_scales[i][n] = __ldg(args.x.scale + (block * stride + n) * 4 + x_at);
-        dot<F>(a, b[n], sums[i][n]);
+          for (int n = 0; n < kTiles; ++n)
+            x_scales[i][n] = __ldg(args.x.scale + place * 4 + lane % 4 + (i * together + n) * 4);
+        }
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) {
+        uint32_t a[4];
+        if (i % 2 == 0)
+          codes[i / 2].template unpack<0>(args.codebook, a);
+        else
+          codes[i / 2].template unpack<1>(args.codebook, a);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) dot<F>(a, b[i][n], sums[i][n]);
       }
     }
     if (unit + warps < units) load_codes(unit + warps);  // on their way while sums are added
+    BlockScales<F> w[kUnit];
+    if (has_unit)
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i) w[i] = {scales[0].at(i), scales[1].at(i), args.unit};
     for (int turn = 0; turn < warps; ++turn) {
       if (turn == warp && has_unit) {
         if (warps > 1 && unit > 0)
@@ -86,16 +93,14 @@ __global__ void __launch_bounds__(256, 1) few_tokens_kernel(QuantizedLinearArgs 
           }
 #pragma unroll
         for (int i = 0; i < kUnit; ++i)
-          if (i < count) {
-            const BlockScales<F> w(scales[0].at(chunk_begin + i), scales[1].at(chunk_begin + i), args.unit);
+          if (has_block(i))
 #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
               int4 half_sum = {0, 0, 0, 0};
               if constexpr (F::kHalved && F::kHasMin)
-                half_sum = __ldg(args.x.half_sum + (int64_t(unit * kUnit + i) * stride + n) * 4 + x_at);
-              add_block<F>(w, x_scales[i][n], half_sum, sums[i][n], total[n]);
+                half_sum = __ldg(args.x.half_sum + place * 4 + lane % 4 + (i * together + n) * 4);
+              add_block<F>(w[i], x_scales[i][n], half_sum, sums[i][n], total[n]);
             }
-          }
         if (warps > 1)
 #pragma unroll
           for (int n = 0; n < kTiles; ++n)

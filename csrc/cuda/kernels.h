@@ -26,16 +26,23 @@ struct DeviceMatrix {
   float unit = 1;       // a factor of d
 };
 
-// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, which
-// lie side by side: a warp reads several at fixed distances from one address. Codes are in the order in which mma_k32
-// takes them: lane 4 g + t has, of token g of a tile and of token g of the next, k 4t.. and 16 + 4t..
+// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, of which
+// `together` lie side by side, block after block: many_tokens_kernel reads all of them at fixed distances. Codes are in
+// the order in which mma_k32 takes them: lane 4 g + t has, of token g of a tile and of token g of the next, k 4t.. and
+// 16 + 4t..
 struct QuantizedRows {
   static constexpr int kTilesTogether = 8;  // of a block of many_tokens_kernel
-  int tiles = 0;     // of tokens: two, or a multiple of kTilesTogether
-  uint4* q;          // [K / 32, tiles / 2, 32]
-  float4* scale;     // [K / 32, tiles, 4]  of tokens 2t and 2t + 1 the scales, then these times the sums of q
-  int4* half_sum;    // [K / 32, tiles, 4]  of tokens 2t and 2t + 1 the sums of q over 16
+  int tiles = 0;     // of tokens
+  int together = 0;  // two where all are two, else kTilesTogether
+  int blocks = 0;    // K / 32
+  uint4* q;          // [tiles / together, blocks, together / 2, 32]
+  float4* scale;     // [tiles / together, blocks, together, 4]  of tokens 2t and 2t + 1: scales, then scales * sums of q
+  int4* half_sum;    // [tiles / together, blocks, together, 4]  of tokens 2t and 2t + 1 the sums of q over 16
 
+  // Where a tile begins, in fours of scale and half_sum.
+  __host__ __device__ int64_t place(int tile, int block) const {
+    return (int64_t(tile / kTilesTogether) * blocks + block) * together + tile % kTilesTogether;
+  }
   static int64_t tiles_of(int64_t rows) {
     const int64_t tiles = (rows + 7) / 8;
     return tiles <= 2 ? 2 : (tiles + kTilesTogether - 1) / kTilesTogether * kTilesTogether;
@@ -44,6 +51,8 @@ struct QuantizedRows {
   static QuantizedRows at(void* memory, int64_t rows, int64_t k) {
     QuantizedRows out;
     out.tiles = int(tiles_of(rows));
+    out.together = out.tiles < kTilesTogether ? out.tiles : kTilesTogether;
+    out.blocks = int(k / 32);
     out.q = static_cast<uint4*>(memory);
     out.scale = reinterpret_cast<float4*>(out.q + k / 32 * (out.tiles / 2) * 32);
     out.half_sum = reinterpret_cast<int4*>(out.scale + k / 32 * out.tiles * 4);

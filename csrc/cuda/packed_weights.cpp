@@ -19,14 +19,20 @@ void pack_code(uint8_t* tile, const TileLayout& layout, int row, int64_t block, 
   const int r = (row >= 8) + 2 * (k >= 16), byte = k % 4, b = int(block % 2);
   const int64_t lane = block / 2 * 32 + row % 8 * 4 + k % 16 / 4;  // of all lanes of all pairs
   uint8_t* const high = tile + layout.high;
+  if (F::kCentred) q ^= F::kZero;
   if constexpr (F::kBits == 8) {
     tile[((block / 2 * 2 + b) * 32 + lane % 32) * 16 + 4 * r + byte] = uint8_t(q);
   } else if constexpr (F::kCodebook) {
     set_bits(tile, 4 * lane + 2 * b + r / 2, 16 * (r % 2) + 4 * byte, q);
+  } else if constexpr (F::kBits == 6) {
+    const auto set_word = [&](int i, int bit, uint32_t value) {
+      set_bits(i < 2 ? tile : high, i < 2 ? 4 * lane + 2 * b + i : 2 * lane + b, 8 * byte + bit, value);
+    };
+    if (r < 3) set_word(r, 2, q);
+    for (int i = 0; r == 3 && i < 3; ++i) set_word(i, 0, q >> 2 * i & 3);
   } else if constexpr (F::kBits >= 4) {
     set_bits(tile, 4 * lane + 2 * b + r / 2, 8 * byte + 4 * (r % 2), q & 15);
     if constexpr (F::kBits == 5) set_bits(high, lane, 8 * byte + r + 4 * b, q >> 4);
-    if constexpr (F::kBits == 6) set_bits(high, 2 * lane + b, 8 * byte + 2 * r, q >> 4);
   } else {
     set_bits(tile, 2 * lane + b, 8 * byte + 2 * r, q & 3);
     if constexpr (F::kBits == 3) set_bits(high, lane, 8 * byte + r + 4 * b, q >> 2);

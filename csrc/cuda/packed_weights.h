@@ -7,7 +7,10 @@
 //   4 bits    four words: register 2 i in the low nibbles of word 2 b + i, register 2 i + 1 in the high ones
 //   codebook  four words: the four codes of register 2 i in the low half of word 2 b + i, of 2 i + 1 in the high half
 //   2 bits    two words: register r in bits 2 r of the bytes of word b
-//   fifth bit of 5, third of 3: one word, bit r + 4 b of a byte; bits 4-5 of 6: two words, bits 2 r of word b
+//   6 bits    word r < 3 (of block b words 2 b, 2 b + 1 of the low plane and word b of the high one): register r in the
+//             six upper bits of its bytes, and in the two lower ones bits 2 r of register 3
+//   fifth bit of 5, third of 3: one word, bit r + 4 b of a byte
+// Codes whose zero is in the middle lie there with their top bit flipped, as signed numbers.
 // Scales go in chunks of 8 blocks, for 16 rows: [16][8] values, or [16] of the super-block and [16][8 or 16] bytes.
 #pragma once
 
@@ -28,6 +31,8 @@ struct Format {
   static constexpr int kZero = Zero;
   static constexpr Scales kScales = Kind;
   static constexpr bool kCodebook = Codebook_;
+  static constexpr bool kCentred = Zero == 1 << (Bits - 1);
+  static constexpr bool kSigned = Bits == 8 || Codebook_ || Zero != 0;  // as unpacked
   static constexpr bool kHasMin = Kind == Scales::kDM || Kind == Scales::kSuper || Kind == Scales::kSuper16Min;
   static constexpr bool kSuper = Kind >= Scales::kSuperD;
   static constexpr bool kHalved = Kind >= Scales::kSuper16;

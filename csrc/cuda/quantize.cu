@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(256) quantize_kernel(Row row, QuantizedRows ou
     for (int span = 8; span > 0; span /= 2) sum += __shfl_xor_sync(kFullWarp, sum, span);
     const int other = __shfl_xor_sync(kFullWarp, sum, 16);
     const int tile = token / 8, g = token % 8;
-    const int64_t at = int64_t(block) * (out.tiles / 2) + tile / 2;
-    uint8_t* const codes = reinterpret_cast<uint8_t*>(out.q + at * 32 + g * 4 + lane % 16 / 4);
+    const int64_t place = out.place(tile, block);
+    uint8_t* const codes = reinterpret_cast<uint8_t*>(out.q + place / 2 * 32 + g * 4 + lane % 16 / 4);
     codes[tile % 2 * 8 + lane / 16 * 4 + lane % 4] = uint8_t(code);
     if (lane == 0) {
-      const int64_t first = (int64_t(block) * out.tiles + tile) * 4;
+      const int64_t first = place * 4;
       const float scale = largest <= 3.40282347e38f ? largest / 127.0f : not_a_number();
       float* const scales = reinterpret_cast<float*>(out.scale + first + g / 2) + g % 2;
       scales[0] = scale;

@@ -13,6 +13,21 @@ __device__ __forceinline__ uint32_t look_up(const uint4& table, uint32_t codes) 
   return __byte_perm(low, high, 0x3210 | (codes & 0x8888) >> 1);
 }
 
+// Unpacked codes lie this many bits up in their byte, in rows g and g + 8 of a tile: those with their zero in the middle
+// at its top, so that their sign is the byte's; of two nibbles each stays in its place.
+template <class F, bool kHighRow>
+constexpr int kCodeShift = F::kCentred                                     ? 8 - F::kBits
+                           : kHighRow && F::kBits == 4 && !F::kCodebook ? 4
+                                                                        : 0;
+
+// To multiply by: sums of unpacked codes of a row become sums of codes.
+template <class F>
+__device__ __forceinline__ float code_unit(bool is_high_row) {
+  return 1.0f / float(1 << (is_high_row ? kCodeShift<F, true> : kCodeShift<F, false>));
+}
+
+__device__ __forceinline__ uint32_t shifted(uint32_t word, int by) { return by >= 0 ? word << by : word >> -by; }
+
 // What one lane reads of a pair of blocks.
 template <class F>
 struct CodePair {
@@ -23,30 +38,35 @@ struct CodePair {
     load(tile + int64_t(pair) * 128 * F::kLowWords, tile + layout.high + int64_t(pair) * 128 * F::kHighWords, lane,
          [](const auto* p) { return __ldg(p); });
   }
-  // Of a copy of a pair's planes in shared memory.
-  __device__ __forceinline__ void load_shared(const uint4* low_plane, const uint4* high_plane, int lane) {
-    load(low_plane, high_plane, lane, [](const auto* p) { return *p; });
+  // Of a copy of a pair's planes in shared memory: from where the lane's words begin.
+  static constexpr int kLowBytes = F::kLowWords < 4 ? 4 * F::kLowWords : 16, kHighBytes = 4 * F::kHighWords;
+  __device__ __forceinline__ void load_shared(const uint8_t* low_words, const uint8_t* high_words) {
+    load(low_words, high_words, 0, [](const auto* p) { return *p; });
   }
 
-  // The registers of block b of the pair, for mma_k32: signed bytes, less zero.
+  // The registers of block b of the pair, for mma_k32: codes less zero, kCodeShift bits up; signed where F::kSigned.
   template <int b>
   __device__ __forceinline__ void unpack(const uint4& table, uint32_t (&a)[4]) const {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
+      const int at = r % 2 ? kCodeShift<F, true> : kCodeShift<F, false>;
       if constexpr (F::kBits == 8) {
         a[r] = low[4 * b + r];
       } else if constexpr (F::kCodebook) {
         a[r] = look_up(table, low[2 * b + r / 2] >> 16 * (r % 2));
+      } else if constexpr (F::kBits == 6) {
+        const uint32_t last =
+            (low[2 * b] << 2 & 0x0c0c0c0c) | (low[2 * b + 1] << 4 & 0x30303030) | (high[b] << 6 & 0xc0c0c0c0);
+        a[r] = r == 3 ? last : (r == 2 ? high[b] : low[2 * b + r]) & 0xfcfcfcfc;
       } else if constexpr (F::kBits >= 4) {
-        a[r] = low[2 * b + r / 2] >> 4 * (r % 2) & 0x0f0f0f0f;
-        if constexpr (F::kBits == 5) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 4;
-        if constexpr (F::kBits == 6) a[r] |= (high[b] >> 2 * r & 0x03030303) << 4;
+        a[r] = shifted(low[2 * b + r / 2], at - 4 * (r % 2)) & 0x0f0f0f0fu << at;
+        if constexpr (F::kBits == 5) a[r] |= shifted(high[0], at + 4 - (r + 4 * b)) & 0x10101010u << at;
       } else {
-        a[r] = low[b] >> 2 * r & 0x03030303;
-        if constexpr (F::kBits == 3) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 2;
+        a[r] = shifted(low[b], at - 2 * r) & 0x03030303u << at;
+        if constexpr (F::kBits == 3) a[r] |= shifted(high[0], at + 2 - (r + 4 * b)) & 0x04040404u << at;
       }
       // The highest bits keep the bytes apart.
-      if constexpr (F::kZero != 0) a[r] = ((a[r] | 0x80808080) - F::kZero * 0x01010101u) ^ 0x80808080;
+      if constexpr (F::kZero != 0 && !F::kCentred) a[r] = ((a[r] | 0x80808080) - F::kZero * 0x01010101u) ^ 0x80808080;
     }
   }
 
@@ -116,61 +136,55 @@ struct Scale {
   }
 };
 
-// Those of one row in a chunk of blocks.
-template <class F>
+// Those of kBlocks blocks of one row, of one chunk.
+template <class F, int kBlocks>
 struct RowScales {
-  static constexpr int kScaleWords = !F::kSuper ? 4 : F::kHalved ? 4 : 2;
-  static constexpr int kMinWords = F::kHasMin && !F::kHalved ? (F::kSuper ? 2 : 4) : 1;
+  static constexpr int kBytes = F::kSuper && !F::kHalved ? 1 : 2;  // of a block
+  static constexpr int kWords = kBlocks * kBytes / 4;
+  static constexpr bool kHasMins = F::kHasMin && !F::kHalved;
   Scale<F> super;
-  uint32_t scales[kScaleWords];
-  uint32_t mins[kMinWords];
+  uint32_t scales[kWords];
+  uint32_t mins[kHasMins ? kWords : 1];
 
-  __device__ __forceinline__ void load(const uint8_t* chunk, int row) {
-    if constexpr (F::kSuper) {
+  __device__ __forceinline__ void load(const uint8_t* chunk, int row, int first_block) {
+    if constexpr (F::kSuper)
       super.header = F::kHasMin ? __ldg(reinterpret_cast<const uint32_t*>(chunk) + row)
                                 : __ldg(reinterpret_cast<const uint16_t*>(chunk) + row);
-      chunk += F::kHeaderBytes;
-    }
-    if constexpr (kScaleWords == 4) {
-      const uint4 words = __ldg(reinterpret_cast<const uint4*>(chunk) + row);
-      scales[0] = words.x, scales[1] = words.y, scales[2] = words.z, scales[3] = words.w;
-    } else {
-      const uint2 words = __ldg(reinterpret_cast<const uint2*>(chunk) + row);
-      scales[0] = words.x, scales[1] = words.y;
-    }
-    if constexpr (kMinWords == 4) {
-      const uint4 words = __ldg(reinterpret_cast<const uint4*>(chunk + 256) + row);
-      mins[0] = words.x, mins[1] = words.y, mins[2] = words.z, mins[3] = words.w;
-    } else if constexpr (kMinWords == 2) {
-      const uint2 words = __ldg(reinterpret_cast<const uint2*>(chunk + 128) + row);
-      mins[0] = words.x, mins[1] = words.y;
-    }
+    chunk += F::kHeaderBytes + (row * kChunkBlocks + first_block) * kBytes;
+    load_words(chunk, scales);
+    if constexpr (kHasMins) load_words(chunk + kTileRows * kChunkBlocks * kBytes, mins);
   }
-
-  // Words are picked by conditions: arrays in registers have no index that is known at run time alone.
-  template <int kWords>
-  static __device__ __forceinline__ uint32_t word(const uint32_t (&words)[kWords], int i) {
-    if constexpr (kWords == 1) return words[0];
-    if constexpr (kWords == 2) return i == 0 ? words[0] : words[1];
-    if constexpr (kWords == 4) return i < 2 ? (i == 0 ? words[0] : words[1]) : i == 2 ? words[2] : words[3];
-  }
-  template <int kWords>
-  static __device__ __forceinline__ uint32_t part(const uint32_t (&words)[kWords], int i) {  // of 8
-    constexpr int kEach = 8 / kWords;
-    return word(words, i / kEach) >> 32 / kEach * (i % kEach) & (kEach == 2 ? 0xffff : 255);
-  }
+  // block: known when this is compiled, as places in registers must be.
   __device__ __forceinline__ Scale<F> at(int block) const {
     Scale<F> s = super;
     s.scale = part(scales, block);
-    if constexpr (F::kHasMin && !F::kHalved) s.min = part(mins, block);
+    if constexpr (kHasMins) s.min = part(mins, block);
     return s;
+  }
+
+ private:
+  static __device__ __forceinline__ void load_words(const uint8_t* from, uint32_t (&words)[kWords]) {
+    if constexpr (kWords == 4) {
+      const uint4 w = __ldg(reinterpret_cast<const uint4*>(from));
+      words[0] = w.x, words[1] = w.y, words[2] = w.z, words[3] = w.w;
+    } else if constexpr (kWords == 2) {
+      const uint2 w = __ldg(reinterpret_cast<const uint2*>(from));
+      words[0] = w.x, words[1] = w.y;
+    } else {
+      words[0] = __ldg(reinterpret_cast<const uint32_t*>(from));
+    }
+  }
+  static __device__ __forceinline__ uint32_t part(const uint32_t (&words)[kWords], int block) {
+    const int at = block * kBytes;
+    return words[at / 4] >> 8 * (at % 4) & (kBytes == 1 ? 255 : 0xffff);
   }
 };
 
-// The weight of a code of half `half` of a block.
+// The weight of byte `at` of register r as unpacked.
 template <class F>
-__device__ __forceinline__ float weight_of(const Scale<F>& scale, float unit, int half, int code) {
-  const float d = scale.d(unit), q = float(code);
+__device__ __forceinline__ float weight_of(const Scale<F>& scale, float unit, uint32_t bytes, int r, int at) {
+  const int half = r / 2, byte = int(bytes >> 8 * at & 255);
+  const float d = scale.d(unit), q = float(F::kSigned ? int(int8_t(byte)) : byte) * code_unit<F>(r % 2);
   float w = F::kHalved ? d * float(scale.scale_of(half)) * q : d * q;
   if (F::kHasMin) w += F::kHalved ? scale.m() * float(scale.min_of(half)) : scale.m();
   return w;
@@ -188,10 +202,9 @@ __device__ float weight_at(const uint8_t* tile, const TileLayout& layout, const 
     codes.template unpack<0>(table, a);
   else
     codes.template unpack<1>(table, a);
-  const int code = int8_t((r == 0 ? a[0] : r == 1 ? a[1] : r == 2 ? a[2] : a[3]) >> 8 * (i % 4) & 255);
   Scale<F> scale;
   scale.load(tile + layout.scales + int64_t(block / kChunkBlocks) * F::kChunkBytes, row, block % kChunkBlocks);
-  return weight_of(scale, unit, i / 16, code);
+  return weight_of(scale, unit, r == 0 ? a[0] : r == 1 ? a[1] : r == 2 ? a[2] : a[3], r, i % 4);
 }
 
 }  // namespace rvllm::cuda

@@ -15,6 +15,7 @@ struct Format {
     kZero = Zero,
     kScales = Kind,
     kCodebook = Codebook,
+    kCentred = Zero == 1 << (Bits - 1),
     kSigned = Bits == 8 || Codebook != 0,
     kHasMin = Kind == kDM || Kind == kSuper || Kind == kSuper16Min,
     kIsSuper = Kind >= kSuperD,
@@ -87,14 +88,17 @@ inline void unpack_codes(thread const uint (&low)[8], thread const uint (&high)[
       a[r] = low[4 * b + r];
     } else if (F::kCodebook) {
       a[r] = look_up(m, low[2 * b + r / 2] >> 16 * (r % 2));
+    } else if (F::kBits == 6) {
+      const uint last = (low[2 * b] & 0x03030303) | (low[2 * b + 1] & 0x03030303) << 2 | (high[b] & 0x03030303) << 4;
+      a[r] = r == 3 ? last : (r == 2 ? high[b] : low[2 * b + r]) >> 2 & 0x3f3f3f3f;
     } else if (F::kBits >= 4) {
       a[r] = low[2 * b + r / 2] >> 4 * (r % 2) & 0x0f0f0f0f;
       if (F::kBits == 5) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 4;
-      if (F::kBits == 6) a[r] |= (high[b] >> 2 * r & 0x03030303) << 4;
     } else {
       a[r] = low[b] >> 2 * r & 0x03030303;
       if (F::kBits == 3) a[r] |= (high[0] >> (r + 4 * b) & 0x01010101) << 2;
     }
+    if (F::kCentred) a[r] ^= uint(F::kZero) * 0x01010101;
   }
 }
 
