@@ -68,9 +68,11 @@ def test_linear(backend: Any, scalar: _core.CpuBackend, name: str, rows: int) ->
 
 # With this many tiles of rows warps share what they read, in blocks of 32 rows and of 128; the last ones are not whole,
 # the number of blocks of K is odd or even where the format allows it, and all buffers are used again.
-@pytest.mark.parametrize(("rows", "n"), few((40, 195), (70, 259)))
+@pytest.mark.parametrize(("rows", "n"), [(40, 195), (70, 259)])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_linear_of_many_tokens(backend: Any, scalar: _core.CpuBackend, name: str, rows: int, n: int) -> None:
+    if VARIANT == "tsan" and (rows, name) == (70, "Q6_K"):
+        pytest.skip("Q4_1 shows the races of the larger blocks")
     k = {40: 672, 70: 640}[rows] if gguf.GGML_QUANT_SIZES[GGMLType[name]][0] == 32 else 768
     kind, weight = weight_of(name, n, k)
     x, bias = normal(rows, k, seed=rows), normal(n, seed=n)
