@@ -26,17 +26,17 @@ struct DeviceMatrix {
   float unit = 1;       // a factor of d
 };
 
-// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, of which
-// `together` lie side by side, block after block: many_tokens_kernel reads all of them at fixed distances. Codes are in
-// the order in which mma_k32 takes them: lane 4 g + t has, of token g of a tile and of token g of the next, k 4t.. and
-// 16 + 4t..
+// Activations as int8 in blocks of 32 k, x = scale * q, as csrc/cpu/kernels.h has them. Tokens go in tiles of 8, of
+// which `together` lie side by side, block after block: many_tokens_kernel reads all of them at fixed distances. Codes
+// are in the order in which mma_k32 takes them: lane 4 g + t has, of token g of a tile and of token g of the next, k
+// 4t.. and 16 + 4t..
 struct QuantizedRows {
   static constexpr int kTilesTogether = 8;  // of a block of many_tokens_kernel
   int tiles = 0;     // of tokens
   int together = 0;  // two where all are two, else kTilesTogether
   int blocks = 0;    // K / 32
   uint4* q;          // [tiles / together, blocks, together / 2, 32]
-  float4* scale;     // [tiles / together, blocks, together, 4]  of tokens 2t and 2t + 1: scales, then scales * sums of q
+  float4* scale;     // [tiles / together, blocks, together, 4]  of tokens 2t and 2t + 1 scales, then scales * sums
   int4* half_sum;    // [tiles / together, blocks, together, 4]  of tokens 2t and 2t + 1 the sums of q over 16
 
   // Where a tile begins, in fours of scale and half_sum.

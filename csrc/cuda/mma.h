@@ -1,10 +1,10 @@
 // The integer tensor-core product, and what it is made of where that is missing.
 //
 // A warp multiplies a [16 x 16] tile of int8, or of uint8 unless kSigned, by a [16 x 8] one of int8 and adds [16 x 8]
-// int32. Lane 4 g + t holds, of the first, k 4t..4t+3 of row g (a0) and of row g + 8 (a1); of the second, k 4t..4t+3 of
-// column g (b); of the sums (d) and of what is added (c), columns 2t and 2t + 1 of row g (0, 1) and of row g + 8 (2, 3):
-// PTX ISA, "Matrix Fragments for mma.m16n8k16". c has registers of its own: where it is the same each time, nothing is
-// copied.
+// int32. Lane 4 g + t holds, of the first, k 4t..4t+3 of row g (a0) and of row g + 8 (a1); of the second, k 4t..4t+3
+// of column g (b); of the sums (d) and of what is added (c), columns 2t and 2t + 1 of row g (0, 1) and of row g + 8
+// (2, 3): PTX ISA, "Matrix Fragments for mma.m16n8k16". c has registers of its own: where it is the same each time,
+// nothing is copied.
 #pragma once
 
 #include "cuda/gpu.h"

@@ -13,12 +13,10 @@ __device__ __forceinline__ uint32_t look_up(const uint4& table, uint32_t codes) 
   return __byte_perm(low, high, 0x3210 | (codes & 0x8888) >> 1);
 }
 
-// Unpacked codes lie this many bits up in their byte, in rows g and g + 8 of a tile: those with their zero in the middle
+// Unpacked codes lie this many bits up in their byte, in rows g or g + 8 of a tile: those with their zero in the middle
 // at its top, so that their sign is the byte's; of two nibbles each stays in its place.
 template <class F, bool kHighRow>
-constexpr int kCodeShift = F::kCentred                                     ? 8 - F::kBits
-                           : kHighRow && F::kBits == 4 && !F::kCodebook ? 4
-                                                                        : 0;
+constexpr int kCodeShift = F::kCentred ? 8 - F::kBits : kHighRow && F::kBits == 4 && !F::kCodebook ? 4 : 0;
 
 // To multiply by: sums of unpacked codes of a row become sums of codes.
 template <class F>
