@@ -191,6 +191,8 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
         ({"audio": {}}, "audio"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"n_predict": 0}, "n_predict"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "some", "tools": [TOOL]}, "tool_choice"),
@@ -210,6 +212,12 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
 )
 def test_a_bad_field_is_named(server: TinyServer, fields: dict[str, Any], param: str) -> None:
     assert server.refused(PATH, messages=HI, **fields)["param"] == param
+
+
+def test_a_message_that_quotes_control_characters_stays_a_line(server: TinyServer) -> None:
+    schema = {"type": "object", "required": ["a\x00b"], "additionalProperties": False}
+    assert "'a\\x00b'" in server.refused(PATH, messages=HI, json_schema=schema)["message"]
+    assert server.refused(PATH, messages=HI, stream=True, stream_options={"a\nb": 1})["param"]
 
 
 BAD = {"type": "nonsense"}
@@ -233,6 +241,7 @@ RESPONSE_TOOL = {"type": "function", **BAD_TOOL}
             ({"structured_outputs": {name: 0}}, f"structured_outputs.{name}")
             for name in ("json", "json_object", "regex", "grammar")
         ],
+        ({"structured_outputs": {"regex": False}}, "structured_outputs.regex"),
         ({"grammar": "root ::= nope"}, "grammar"),
         ({"json_schema": BAD}, "json_schema"),
         ({"json_schema": "{"}, "json_schema"),

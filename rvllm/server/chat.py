@@ -62,11 +62,8 @@ class ChatCompletionRequest(OpenAIFields, ChatPrompt):
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         fields = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
-        limit = self.token_limit(None, fields)
-        if limit == 0:
-            raise bad_request("max_tokens must be at least 1, got 0", "max_tokens")
         return self.sampling_params(
-            max_tokens=limit,
+            max_tokens=self.token_limit(None, fields, least=1),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
             structured_output=turn_constraint(self, turn, self.response_format),

@@ -41,8 +41,9 @@ def structured_output(
             return _named(body, name, StructuredOutput(**arguments, after=after or None))
         except ValueError as error:
             (argument,) = arguments
-            problem = bad_request(from_value_error(error).message, argument)
-            raise problem.renamed({argument: name}) from None
+            message = from_value_error(error).message
+            message = message if message.startswith(argument) else f"{argument}: {message}"
+            raise bad_request(message, argument).renamed({argument: name}) from None
     return None
 
 

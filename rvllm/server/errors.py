@@ -13,6 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from rvllm.gguf_file import printable
+
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number: nobody is left to read the answer
@@ -52,7 +54,7 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = printable(message)  # it may quote what the client has sent
         self.param = param
         self.code = code
         self.headers = headers

@@ -14,7 +14,7 @@ from rvllm.sampling_params import SamplingParams
 from rvllm.server.chat_output import ChatOutput, Turn, TurnFormat
 from rvllm.server.chat_prompt import ChatPrompt
 from rvllm.server.constraints import turn_constraint
-from rvllm.server.errors import bad_request, unsupported
+from rvllm.server.errors import unsupported
 from rvllm.server.generation import Generation, new_id
 from rvllm.server.responses_input import chat_tool_choice, chat_tools, input_messages
 from rvllm.server.responses_output import ResponseOutput
@@ -114,11 +114,8 @@ class ResponsesRequest(SamplingFields):
             if name != LOGPROBS:
                 raise unsupported("include", f"{name[:80]!r} cannot be had; {LOGPROBS!r} can")
         wants_logprobs = LOGPROBS in (self.include or ()) or self.top_logprobs is not None
-        limit = self.token_limit(None, {"max_output_tokens": self.max_output_tokens})
-        if limit == 0:
-            raise bad_request("max_output_tokens must be at least 1, got 0", "max_output_tokens")
         return self.sampling_params(
-            max_tokens=limit,
+            max_tokens=self.token_limit(None, {"max_output_tokens": self.max_output_tokens}, least=1),
             logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
             structured_output=turn_constraint(self, turn, self.text_format, "text.format"),
             skip_special_tokens=False if turn.hides_marks(model.tokenizer) else self.skip_special_tokens,
