@@ -92,6 +92,19 @@ def test_linear_of_many_tokens_and_one_block(backend: Any, scalar: _core.CpuBack
 
 
 @shares_nothing
+@pytest.mark.parametrize("rows", [3, 40])
+def test_linear_of_the_largest_sums(backend: Any, scalar: _core.CpuBackend, rows: int) -> None:
+    """Of Q6_K, codes of -32 and sub-scales of -128: the whole numbers of a block come near the 2^24 of a float."""
+    blocks = np.zeros((195, 2, 210), np.uint8)
+    blocks[::2, :, :192] = 255  # codes of 31
+    blocks[:, :, 192:208], blocks[:, :, 208:] = 128, [0x00, 0x3C]  # d: 1
+    x = np.full((rows, 512), 300, np.float32)
+    x[1::2] *= -1
+    args = int(GGMLType.Q6_K), 195, blocks.tobytes(), x
+    np.testing.assert_array_equal(ops.linear(backend, *args), ops.linear(scalar, *args))
+
+
+@shares_nothing
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"])
 def test_linear_of_activations_made_to_hurt(backend: Any, scalar: _core.CpuBackend, name: str) -> None:
     kind, weight = weight_of(name, 32, 512)
