@@ -162,7 +162,7 @@ class CompletionOutput:
     finish_reason: "stop", "length", "abort", "timeout", "error", or None while it runs. stop_reason: the stop
     string or the entry of stop_token_ids that ended it; None for a token of the model's own that ends
     generation. error: what went wrong, where finish_reason is "error". embedding: of length 1, hidden_size numbers,
-    where that is what was asked for.
+    where that is what was asked for. text_lengths: characters of text that became certain with each token.
     """
 
     index: int
@@ -174,6 +174,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     embedding: list[float] | None = None
+    text_lengths: list[int] = field(default_factory=list, repr=False)
 
     @property
     def is_finished(self) -> bool:
@@ -183,6 +184,7 @@ class CompletionOutput:
         """Appends what is new of the same choice."""
         self.text += new.text
         self.token_ids += new.token_ids
+        self.text_lengths += new.text_lengths
         if new.logprobs is not None and new.cumulative_logprob is not None:
             self.logprobs = self.logprobs or []
             self.logprobs += new.logprobs

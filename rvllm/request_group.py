@@ -59,6 +59,7 @@ class Choice:
             cumulative_logprob=None if logprobs is None else logprobs[token_id].logprob,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
+            text_lengths=[len(text)],
         )
 
     def end(self, finish_reason: str, error: str | None = None) -> CompletionOutput:

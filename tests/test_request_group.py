@@ -119,6 +119,19 @@ def test_stop_string_across_tokens_streams_as_it_is_returned() -> None:
         assert_drained(engine)
 
 
+def test_text_lengths_say_which_token_made_what_certain() -> None:
+    params = {"max_tokens": 30, "ignore_eos": True}
+    engine = make_engine()
+    engine.add_request("a", "once", SamplingParams(temperature=0, stop="zz", **params))
+    pieces = []
+    while engine.has_unfinished:
+        pieces += [output.outputs[0].text for output in engine.step()]
+    whole = generate(make_engine(), "once", stop="zz", **params).outputs[0]
+    assert whole.text_lengths == [len(piece) for piece in pieces] and sum(whole.text_lengths) == len(
+        whole.text
+    )
+
+
 def test_stop_string_can_be_kept() -> None:
     whole = generate(make_engine(), "once", max_tokens=64, ignore_eos=True).outputs[0].text
     stop = whole[20:24]

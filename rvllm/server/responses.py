@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
@@ -146,7 +147,7 @@ async def create_response(
         await while_connected(request, generation.start())
         return EventStream(output().events(), generation.close)
     await while_connected(request, generation.finish())
-    return JSONResponse(output().whole())
+    return JSONResponse(await asyncio.to_thread(output().whole))  # a long one takes a while
 
 
 def _fields(body: ResponsesRequest, generation: Generation) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rvllm.request import CompletionOutput
@@ -13,6 +14,16 @@ from rvllm.server.logprobs import chat_logprobs
 from rvllm.server.streaming import event
 
 Event = dict[str, Any]
+
+
+@dataclass
+class _Piece:
+    """A call, or text of a kind of item with the logprobs of its tokens."""
+
+    kind: str
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    call: dict[str, Any] = field(default_factory=dict)
 
 
 class ResponseOutput:
@@ -27,6 +38,7 @@ class ResponseOutput:
         self._num_top = num_top
         self._chat_output = chat_output
         self._num_events = 0
+        self._pending: list[dict[str, Any]] = []  # logprobs of tokens whose text is to come
 
     def whole(self) -> dict[str, Any]:
         completion = self.generation.results[0].outputs[0]
@@ -81,22 +93,43 @@ class ResponseOutput:
 
     def _add(self, completion: CompletionOutput) -> Iterator[Event]:
         """Adds what is new; yields the events that say so."""
-        deltas = self._chat_output.push(completion.text, len(completion.token_ids))
-        if completion.is_finished:
-            deltas += self._chat_output.finish()
-        logprobs = self._logprobs(completion)
-        for delta in deltas:
-            if "reasoning_content" in delta:
-                yield from self._text_delta("reasoning", delta["reasoning_content"], [])
-            elif "content" in delta:
-                yield from self._text_delta("message", delta["content"], logprobs)
-                logprobs = []
-            for call in delta.get("tool_calls", ()):
-                yield from self._call_delta(call)
+        for piece in self._pieces(completion):
+            if piece.kind == "call":
+                yield from self._call_delta(piece.call)
+            else:
+                yield from self._text_delta(piece.kind, "".join(piece.texts), piece.logprobs)
         if completion.is_finished:
             if not self.items:
                 yield from self._open(_new_item("message"))
+            if self._pending and self._is_open("message"):
+                yield from self._text_delta("message", "", self._pending)
             yield from self._close("completed" if completion.finish_reason == "stop" else "incomplete")
+
+    def _pieces(self, completion: CompletionOutput) -> list[_Piece]:
+        """What is new, found token by token: the same, however many come at a time."""
+        pieces: list[_Piece] = []
+        logprobs, start = self._logprobs(completion), 0
+        for i, length in enumerate(completion.text_lengths):
+            self._pending += logprobs[i : i + 1]
+            self._sort(self._chat_output.push(completion.text[start : start + length], 1), pieces)
+            start += length
+        self._sort(self._chat_output.push(completion.text[start:]), pieces)
+        if completion.is_finished:
+            self._sort(self._chat_output.finish(), pieces)
+        return pieces
+
+    def _sort(self, deltas: Sequence[dict[str, Any]], pieces: list[_Piece]) -> None:
+        """Adds deltas; texts of one kind that follow each other become one piece."""
+        for delta in deltas:
+            logprobs, self._pending = self._pending, []
+            if "tool_calls" in delta:
+                pieces += [_Piece("call", call=call) for call in delta["tool_calls"]]
+                continue
+            kind = "reasoning" if "reasoning_content" in delta else "message"
+            if not pieces or pieces[-1].kind != kind:
+                pieces.append(_Piece(kind))
+            pieces[-1].texts.append(delta["reasoning_content" if kind == "reasoning" else "content"])
+            pieces[-1].logprobs += logprobs
 
     def _logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         if completion.logprobs is None:
