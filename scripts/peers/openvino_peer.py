@@ -41,6 +41,7 @@ class OpenVinoPeer(BatchingPeer):
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = num_tokens
         config.ignore_eos = True
+        config.set_eos_token_id(0)  # a folder need not have a tokenizer that tells it
         config.do_sample = False
         self._handles = []
         self._token_ids = [[] for _ in prompts]

@@ -59,7 +59,7 @@ def main() -> None:
         answer({"version": peer.version(), "settings": peer.settings})
         for line in sys.stdin:
             answer(respond(peer, json.loads(line)))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, LookupError, OSError, RuntimeError, ValueError) as error:
         answer({"error": " ".join(str(error).split())})
 
 

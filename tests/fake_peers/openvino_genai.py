@@ -9,7 +9,12 @@ from batch_engine import BatchEngine, Request
 from openvino import Tensor
 
 __version__ = "fake"
-SchedulerConfig = GenerationConfig = SimpleNamespace
+SchedulerConfig = SimpleNamespace
+
+
+class GenerationConfig(SimpleNamespace):
+    def set_eos_token_id(self, token_id: int) -> None:
+        self.eos_token_id = token_id
 
 
 class GenerationHandle:
@@ -36,7 +41,7 @@ class ContinuousBatchingPipeline:
         assert device == "CPU" and properties["INFERENCE_NUM_THREADS"] == 1 and scheduler.num_kv_blocks > 0
         self.engine = BatchEngine(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
 
-    def add_request(self, request_id: int, input_ids: Tensor, config: SimpleNamespace) -> GenerationHandle:
+    def add_request(self, request_id: int, input_ids: Tensor, config: GenerationConfig) -> GenerationHandle:
         assert config.ignore_eos and not config.do_sample
         self.engine.add(request_id, input_ids.data[0].tolist(), config.max_new_tokens)
         return GenerationHandle(self.engine.requests[request_id])
