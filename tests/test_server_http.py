@@ -99,6 +99,13 @@ def test_pages_of_other_origins_are_refused_unless_allowed(llm: LLM) -> None:
         assert response.headers["access-control-allow-origin"] == "https://good.example"
         preflight = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
         assert server.request("OPTIONS", PATH, headers=preflight).status_code == 200
+        private = {"Access-Control-Request-Private-Network": "true"}  # of a public page in Chrome
+        response = server.request("OPTIONS", PATH, headers=preflight | private)
+        assert response.headers["access-control-allow-private-network"] == "true" and response.is_success
+        response = server.request(
+            "OPTIONS", PATH, headers=evil | preflight | private | {"Origin": "http://x"}
+        )
+        assert response.status_code == 400 and "access-control-allow-private-network" not in response.headers
 
 
 def test_a_name_that_a_stranger_may_have_pointed_here_is_refused(llm: LLM) -> None:
