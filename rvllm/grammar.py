@@ -218,6 +218,8 @@ class GrammarCompiler:
     def _matcher(self, kind: str, text: str, max_lexer_states: int) -> LLMatcher:
         with self._making_tokenizer:
             if self._ll_tokenizer is None:
+                if not self._tokenizer.eog_token_ids:
+                    raise ValueError(f"{kind}: the model has no end-of-generation token")
                 self._ll_tokenizer = _make_tokenizer(self._tokenizer)
         return compile_source(self._ll_tokenizer, kind, text, max_lexer_states)
 
@@ -380,8 +382,6 @@ def _make_executor(name: str, num_threads: int) -> ThreadPoolExecutor:
 def _make_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
     from llguidance import LLTokenizer
 
-    if not tokenizer.eog_token_ids:
-        raise ValueError("structured output: the model has no end-of-generation token")
     return LLTokenizer(_Vocabulary(tokenizer), eos_token=sorted(tokenizer.eog_token_ids))  # type: ignore[arg-type]
 
 

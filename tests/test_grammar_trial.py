@@ -88,3 +88,9 @@ def test_hostile_grammars_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> N
             second.result()
     finally:
         compiler.close()
+
+
+def test_a_model_without_an_end_is_refused_by_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer(), "eog_token_ids", frozenset())
+    with pytest.raises(ValueError, match=r"^regex: the model has no end-of-generation token$"):
+        GrammarCompiler(tokenizer()).compile(BENIGN)
