@@ -14,6 +14,7 @@ from mutate_kernels import ROOT, TARGETS, keep_formats, mutants_of
         ("barrier", "if (warps > 1) __syncthreads();", ["if (warps > 1) ;"]),
         ("index", "y = x[i ? a : b[j]];", ["y = x[i ? a : b[j] + 1];", "y = x[i ? a : b[j + 1]];"]),
         ("index", "float sums[kUnit][4];", []),
+        ("index", "typename F::Chunk scales[2][kTiles];", []),
         ("bound", "i < n && m >= 2;", ["i <= n && m >= 2;", "i < n && m > 2;"]),
         ("scale", "y = x * 0.5f;", ["y = x * (0.5f * 1.01f);"]),
         ("scale", "y = x * scale;  // x * 0.5f", ["y = x * scale * 1.01f;"]),
