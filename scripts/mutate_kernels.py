@@ -185,7 +185,9 @@ def mutate_index(line: str) -> list[str]:
     """Every subscript of an expression, but not the extents of a declaration, captures or the operands of PTX."""
     if re.search(r'"[=+]?r"\(', line):
         return []
-    if re.match(r"\s*(const |constexpr |static |using |typename |__shared__ )?[\w:<>]+ [\w, ]*\w\[[^=]*\];", line):
+    if re.match(
+        r"\s*(const |constexpr |static |using |typename |__shared__ )?[\w:<>]+ [\w, ]*\w\[[^=]*\];", line
+    ):
         return []
     mutants = []
     for m in re.finditer(r"[\w)\]]\[", line):
