@@ -140,8 +140,10 @@ class RequestGroup:
     def _new_prompt_logprobs(
         self, completions: list[CompletionOutput]
     ) -> list[dict[int, Logprob] | None] | None:
-        """With the first token of the first choice, which has computed them."""
+        """With the first output of the first choice, which has computed them."""
         choice = self.choices[0]
-        is_first = choice.request.num_output_tokens <= 1
-        has_come = any(completion.index == 0 for completion in completions)
-        return choice.prompt_logprobs() if is_first and has_come else None
+        new = next((completion for completion in completions if completion.index == 0), None)
+        if new is None or new.finish_reason == "error":  # they may be no numbers
+            return None
+        is_first = choice.request.num_output_tokens == len(new.token_ids)
+        return choice.prompt_logprobs() if is_first else None

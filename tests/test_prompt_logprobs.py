@@ -100,6 +100,15 @@ def test_they_come_once_with_the_first_token(path: Path) -> None:
     assert scores(with_scores[0]) == expected(llm, PROMPT, 3)
 
 
+def test_they_do_not_come_again_with_an_abort(path: Path) -> None:
+    engine = LLM(path, num_blocks=64).engine
+    engine.add_request("a", PROMPT, params())
+    (first,) = engine.step()
+    last = engine.abort("a")
+    assert last is not None
+    assert (first.prompt_logprobs is None, last.prompt_logprobs) == (False, None)
+
+
 def test_a_prompt_of_one_token_has_one_empty_entry(path: Path) -> None:
     assert LLM(path, num_blocks=8).generate([[5]], params())[0].prompt_logprobs == [None]
 
