@@ -126,6 +126,9 @@ def test_fields_of_llama_cpp_are_known_in_every_api(server: TinyServer) -> None:
             assert server.refused(path, **prompt, **{name: value})["param"] == name
         error = server.refused(path, **prompt, repeat_penalty=1.1, repeat_last_n=64)
         assert error["param"] == "repeat_last_n"
+    assert server.ok(PATH, **body, repeat_penalty=1.7, repetition_penalty=1.7)["choices"] == penalized
+    error = server.refused(PATH, **body, repeat_penalty=1.7, repetition_penalty=1.6)
+    assert error["param"] == "repeat_penalty" and "differ" in error["message"]
     for name in ("n_probs", "n_cmpl", "t_max_predict_ms"):
         assert server.refused(PATH, **body, **{name: 2})["param"] == name
 

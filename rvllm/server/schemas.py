@@ -251,6 +251,11 @@ class SamplingFields(APIRequest):
         """
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | others
         if self.repeat_penalty is not None:
+            if self.repetition_penalty not in (None, self.repeat_penalty):
+                raise bad_request(
+                    "repetition_penalty and repeat_penalty are given and differ: use one of them",
+                    "repeat_penalty",
+                )
             values["repetition_penalty"] = self.repeat_penalty
         if values["repetition_penalty"] not in (None, 1.0) and self.repeat_last_n not in (None, -1):
             raise bad_request(
