@@ -88,7 +88,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
     add("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in the model file")
     add("--device", default="cpu", help="where to compute: cpu, metal, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", help="auto, or float32: dequantize the weights (default: %(default)s)")
-    add("--isa", help="scalar, avx2, avx512_vnni, amx or neon (default: the best this machine has)")
+    add("--isa", help="scalar, avx2, avx_vnni, avx512_vnni, amx, neon or neon_i8mm (default: the machine's best)")
     add("-t", "--threads", type=int, metavar="N", help="threads (default: the processors at hand)")
     add("-c", "--max-model-len", "--ctx-size", type=int, metavar="N", help=max_model_len)
     add("-np", "--max-num-seqs", "--parallel", type=int, default=64, metavar="N",
