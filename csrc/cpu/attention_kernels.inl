@@ -290,7 +290,8 @@ void weigh_values(const AttentionArgs& args, int row, int begin, int from, int t
   int d = 0;
   for (; d + 16 * kColumnVecs <= args.head_dim; d += 16 * kColumnVecs)
     weigh_columns<Cache, R, kColumnVecs, Prefetch>(args, row, begin, from, to, weights, values, d);
-  for (; d < args.head_dim; d += 16) weigh_columns<Cache, R, 1, Prefetch>(args, row, begin, from, to, weights, values, d);
+  for (; d < args.head_dim; d += 16)
+    weigh_columns<Cache, R, 1, Prefetch>(args, row, begin, from, to, weights, values, d);
 }
 
 template <class Cache>

@@ -55,8 +55,8 @@ constexpr int kMaxQueryRows = 32; // query rows (tokens x heads of one KV head) 
 
 constexpr int kRunBlocks = 16;
 
-// Where one layer and KV head keeps its blocks. A run of kRunBlocks of them lies together: a request's blocks are mostly
-// consecutive, and memory is read faster in long stretches.
+// Where one layer and KV head keeps its blocks. A run of kRunBlocks of them lies together: a request's blocks are
+// mostly consecutive, and memory is read faster in long stretches.
 struct HeadBlocks {
   uint8_t* data;        // of block 0
   int64_t block_bytes;  // keys, then values

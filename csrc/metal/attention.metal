@@ -49,8 +49,8 @@ inline void add_scores(constant CacheArgs& c, device const uchar* keys, int at, 
   }
 }
 
-// A simdgroup turns a row's scores of [begin, end), which are visible, into weights exp(s - largest), others into 0, and
-// gives the total. No infinity stands for what is not visible: under fast math there is none.
+// A simdgroup turns a row's scores of [begin, end), which are visible, into weights exp(s - largest), others into 0,
+// and gives the total. No infinity stands for what is not visible: under fast math there is none.
 inline float soften(threadgroup float* scores, int lane, int begin, int end, thread float& largest) {
   float m = begin < end ? scores[begin] : 0.0f;
   for (int i = begin + lane; i < end; i += 32) m = scores[i] > m ? scores[i] : m;

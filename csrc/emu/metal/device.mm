@@ -1,7 +1,7 @@
 // A Metal device for tests: buffers that end at an unreadable page with RVLLM_EMU_GUARD=1, and the kernels that were
 // compiled into this module as its library. RVLLM_EMU_NO_DEVICE=1 is a machine without one, RVLLM_EMU_OLD_DEVICE=1 one
-// with a GPU that is not Apple's, and RVLLM_EMU_THREADS the most threads that a group may have. Without an attribute that
-// asks for more a kernel gets 256: how many a GPU gives depends on the registers that it takes.
+// with a GPU that is not Apple's, and RVLLM_EMU_THREADS the most threads that a group may have. Without an attribute
+// that asks for more a kernel gets 256: how many a GPU gives depends on the registers that it takes.
 #include <sys/mman.h>
 
 #include <algorithm>
