@@ -175,12 +175,13 @@ def test_linear_by_cublas(
 @shares_nothing
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16", *QUANTIZED])
 def test_embedding(backend: Any, scalar: _core.CpuBackend, name: str) -> None:
-    kind, weight = weight_of(name, 40, 512, 1.0)
-    ids = np.array([0, 39, 16, 15, 7], np.int32)
+    k = 288 if gguf.GGML_QUANT_SIZES[GGMLType[name]][0] <= 32 else 512
+    kind, weight = weight_of(name, 40, k, 1.0)
+    ids = np.array([0, 39, 16, 15, 24], np.int32)  # of each half of a tile of rows, the first one, too
     for scale in (1.0, 25.5):
         np.testing.assert_array_equal(
-            ops.embedding(backend, kind, 40, 512, weight, ids, scale),
-            ops.embedding(scalar, kind, 40, 512, weight, ids, scale),
+            ops.embedding(backend, kind, 40, k, weight, ids, scale),
+            ops.embedding(scalar, kind, 40, k, weight, ids, scale),
         )
 
 
@@ -238,7 +239,7 @@ def test_activated_linear(backend: Any, scalar: _core.CpuBackend, activation: st
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activation(backend: Any, scalar: _core.CpuBackend, activation: str) -> None:
     """Through a weight of ones and zeros, which shows each element."""
-    gate = np.concatenate([np.linspace(-100, 100, 251), [0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4]])
+    gate = np.concatenate([np.linspace(-100, 100, 251), [0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4, 7.03]])
     x = np.concatenate([gate, normal(len(gate)) * 5] if is_gated(activation) else [gate])[None]
     eye = np.eye(len(gate), dtype=np.float32).tobytes()
     args = int(GGMLType.F32), len(gate), eye, x.astype(np.float32), getattr(ops.Activation, activation)
@@ -304,10 +305,10 @@ def test_mixture_of_float_experts(backend: Any, scalar: _core.CpuBackend) -> Non
 @pytest.mark.parametrize("cols", [1, 31, 1024, 5000])
 def test_argmax(backend: Any, scalar: _core.CpuBackend, cols: int) -> None:
     """Of equal values the first counts, and a row with an element that is not finite has none."""
-    x = normal(6, cols)
+    x = normal(7, cols)
     x[1] = 0
     x[2, [cols // 3, cols - 1]] = 9
-    x[3, -1], x[4, 0], x[5, cols // 2] = 7, np.nan, -np.inf
+    x[3, -1], x[4, 0], x[5, cols // 2], x[6, -1] = 7, np.nan, -np.inf, np.inf
     expected = ops.argmax(scalar, x)
     assert list(expected[1:4]) == [0, cols // 3, cols - 1]
     np.testing.assert_array_equal(ops.argmax(backend, x), expected)

@@ -69,6 +69,16 @@ def test_attention_where_a_group_goes_through_all_partitions(backend: Any, conte
     )
 
 
+def test_linear_of_activations_that_are_not_finite(backend: Any) -> None:
+    """Their row shows it, the others do not change."""
+    kind, weight = weight_of("Q4_1", 35, 64)
+    x = normal(4, 64)
+    x[1, 40], x[2, 3] = np.inf, np.nan
+    expected = ops.linear(_core.CpuBackend(1, "scalar"), kind, 35, weight, x)
+    assert np.isnan(expected[1:3]).all()
+    np.testing.assert_array_equal(ops.linear(backend, kind, 35, weight, x), expected)
+
+
 def dequantized(kind: int, weight: bytes, n: int) -> Any:
     data = np.frombuffer(weight, np.uint8).reshape(n, -1)
     return gguf.quants.dequantize(data, GGMLType(kind)).astype(np.float64)
@@ -102,10 +112,10 @@ def test_products_of_whole_numbers_are_exact(
     np.testing.assert_array_equal(out, x @ weight.astype(np.float32).T)
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
-def test_linear_by_mps(device: MetalDevice, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("name", "k"), [("Q4_0", 288), ("Q6_K", 512)])
+def test_linear_by_mps(device: MetalDevice, monkeypatch: pytest.MonkeyPatch, name: str, k: int) -> None:
     """Activations and dequantized weights are rounded to F16."""
-    kind, weight = weight_of(name, 36, 512)
-    x, matrix = normal(40, 512), dequantized(kind, weight, 36)
-    out = ops.linear(device.backend(monkeypatch, f16_prefill=True, mps=True), kind, 36, weight, x)
-    assert (np.abs(out - x @ matrix.T) <= 1e-3 * (np.abs(x) @ np.abs(matrix).T)).all()
+    kind, weight = weight_of(name, 36, k)
+    x, bias, matrix = normal(40, k), normal(36, seed=1), dequantized(kind, weight, 36)
+    out = ops.linear(device.backend(monkeypatch, f16_prefill=True, mps=True), kind, 36, weight, x, bias)
+    assert (np.abs(out - (x @ matrix.T + bias)) <= 1e-3 * (np.abs(x) @ np.abs(matrix).T)).all()
