@@ -424,6 +424,25 @@ def test_a_tool_that_must_be_called_is_called(server: TinyServer, choice: object
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+def test_a_forced_call_leaves_no_text_for_a_format(server: TinyServer) -> None:
+    body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
+    alone = server.ok(PATH, messages=HI, **body)["choices"][0]["message"]["tool_calls"][0]["function"]
+    json_object = {"type": "json_object"}
+    both = server.ok(PATH, messages=HI, **body, response_format=json_object)["choices"][0]["message"]
+    assert both["content"] is None and both["tool_calls"][0]["function"] == alone
+    tools = [{"type": "function", **TOOL["function"]}]
+    response = server.ok(
+        "/v1/responses", input="hi", **{**body, "tools": tools}, text={"format": json_object}
+    )
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    for fields, param in (
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"grammar": 'root ::= "a"'}, "tool_choice"),
+        ({"structured_outputs": {"regex": "a"}}, "tool_choice"),
+    ):
+        assert server.refused(PATH, messages=HI, **body, **fields)["param"] == param
+
+
 def test_what_does_not_fit_is_named_as_its_api_calls_it(server: TinyServer) -> None:
     for length in (4_096, 200_000):  # fewer and more characters than are encoded
         chat = server.refused(PATH, messages=[{"role": "user", "content": "A" * length}])

@@ -53,11 +53,14 @@ def turn_constraint(
     text_format: Mapping[str, Any] | None,
     field: str = "response_format",
 ) -> StructuredOutput | None:
-    """What a turn must look like, from its tools or from the other fields. Raises APIError for both."""
+    """What a turn must look like, from its tools or from the other fields. Raises APIError for both.
+
+    A call that is forced leaves no text for text_format, which OpenAI's clients send beside it.
+    """
     wanted = structured_output(body, text_format, field, turn.after)
     if turn.calls is None:
         return wanted
-    if wanted is not None:
+    if structured_output(body, text_format if turn.calls.is_optional else None, field) is not None:
         raise bad_request(
             "a tool_choice that forces a call, and tools that are strict, exclude other constraints",
             "tools" if turn.calls.is_optional else "tool_choice",
