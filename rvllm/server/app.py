@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
 
 from rvllm.async_engine import AsyncEngine
 from rvllm.server import chat, completions, embeddings, llama_cpp, models, responses, tokenize
@@ -21,7 +22,7 @@ from rvllm.server.errors import ErrorBody, add_error_handlers
 from rvllm.server.logs import RequestLog
 from rvllm.server.metrics import Metrics
 from rvllm.server.page import add_page
-from rvllm.server.security import CORS, DOCS_FILES, AfterBody, Guard
+from rvllm.server.security import DOCS_FILES, AfterBody, Guard
 from rvllm.server.served_model import ServedModel, ServerConfig
 from rvllm.server.tracing import Tracing
 from rvllm.version import __version__
@@ -101,10 +102,11 @@ def add_middleware(
     app.add_middleware(RequestLog, log_prompts=config.log_requests, tracing=tracing)
     if config.cors_origins:
         app.add_middleware(
-            CORS,
+            CORSMiddleware,
             allow_origins=config.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            allow_private_network=True,  # Chrome asks so that a public page may reach this machine
             expose_headers=["X-Request-Id", "Retry-After"],
         )
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.middleware.cors import CORSMiddleware
 
 from rvllm.server.errors import APIError, ClientGoneError
 
 if TYPE_CHECKING:
-    from fastapi import Request, Response
+    from fastapi import Request
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 BODY_TIMEOUT = 10.0  # seconds without a byte of the body
@@ -94,21 +93,6 @@ class Guard:
         sent = [sha256(key.strip(" \t").encode(encoding)).digest() for encoding in ("latin-1", "utf-8")]
         # Every key is compared, each in constant time: how long it takes tells nothing.
         return sum(hmac.compare_digest(known, digest) for known in self._keys for digest in sent) > 0
-
-
-class CORS(CORSMiddleware):
-    """Lets pages of the allowed origins reach this machine, too: Chrome asks whether a private network may be.
-
-    https://wicg.github.io/private-network-access
-    """
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        asked = b"access-control-request-private-network"
-        others = [(name, value) for name, value in request_headers.raw if name != asked]
-        response = super().preflight_response(Headers(raw=others))
-        if len(others) < len(request_headers.raw) and response.status_code == 200:
-            response.headers["Access-Control-Allow-Private-Network"] = "true"
-        return response
 
 
 def _host_name(host: str) -> str:
