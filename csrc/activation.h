@@ -9,10 +9,11 @@ enum class Activation {
   kGeluGated,   // gelu: the tanh form (arXiv:1606.08415)
   kSwigluOai,   // gate * logistic(1.702 gate) * (up + 1), with gate at most 7 and up within +-7
   kGelu,
+  kReluSqr,     // max(0, x)^2 (arXiv:2109.08668)
 };
-constexpr const char* kActivationNames[] = {"silu_gated", "gelu_gated", "swiglu_oai", "gelu"};
-constexpr int kNumActivations = 4;
+constexpr const char* kActivationNames[] = {"silu_gated", "gelu_gated", "swiglu_oai", "gelu", "relu_sqr"};
+constexpr int kNumActivations = 5;
 
-constexpr bool is_gated(Activation activation) { return activation != Activation::kGelu; }
+constexpr bool is_gated(Activation activation) { return activation < Activation::kGelu; }
 
 }  // namespace rvllm

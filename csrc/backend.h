@@ -68,10 +68,14 @@ struct Norm {
   NormKind kind = NormKind::kRms;
 };
 
-// Of a mixture of experts. arXiv:1701.06538
+// Of a mixture of experts. The k with the highest scores are used: a softmax of the logits over all experts
+// (arXiv:1701.06538), or the sigmoid of each. A bias counts for the choice alone (arXiv:2408.15664).
 struct RouterParams {
   int num_used = 0;         // k, experts of a token
-  bool normalized = false;  // their weights are a softmax over these k; else over all experts
+  bool normalized = false;  // their scores are divided by their sum
+  bool sigmoid = false;
+  float scale = 1;          // of their weights in the end
+  const Weight* bias = nullptr;  // [1, E] or null
 };
 
 // The rates of the two things that bound a model, with all threads.
@@ -122,7 +126,7 @@ class Backend {
   virtual void paged_attention(Tensor out, Tensor q, const KVCache& cache, int layer,
                                const AttentionParams& params) = 0;              // out, q [T, H * D]
   // Mixture of experts. From one route to the next, each token has k rows in the backend's own order, one for each of
-  // its experts: those of the largest logits [T, E], of equal ones the first.
+  // its experts: those of the highest scores, which it makes of the logits [T, E] and may leave in their place.
   virtual void route(Tensor logits, const RouterParams& params) = 0;
   virtual void expert_linear(Tensor out, Tensor x, const Weight& experts) = 0;  // out[T k, N] from x[T, K]
   virtual void activated_expert_linear(Tensor out, Tensor x, Activation activation,

@@ -143,14 +143,17 @@ std::unique_ptr<Weight> expert_weight(Backend& backend, int num_experts, int64_t
 }
 
 // The weighted sum of what the experts chosen by logits [T, E] make of x [T, K]: of the first matrix alone, or of the
-// second one behind an activation.
+// second one behind an activation. The rest is RouterParams.
 FloatArray mixture(Backend& backend, const FloatArray& logits, int num_used, bool normalized, const FloatArray& x,
-                   const PyExperts& first, const std::optional<PyExperts>& second, Activation activation) {
+                   const PyExperts& first, const std::optional<PyExperts>& second, Activation activation, bool sigmoid,
+                   float scale, const std::optional<FloatArray>& router_bias) {
   const int num_experts = int(logits.shape(1));
   const int64_t tokens = x.shape(0), rows = tokens * num_used;
   const auto gate_up = expert_weight(backend, num_experts, x.shape(1), first);
   const DeviceMatrix router(backend, logits), in(backend, x), h(backend, rows, gate_up->rows);
-  backend.route(router.tensor, {num_used, normalized});
+  std::unique_ptr<Weight> bias;
+  if (router_bias) bias = vector_weight(backend, *router_bias);
+  backend.route(router.tensor, {num_used, normalized, sigmoid, scale, bias.get()});
   backend.expert_linear(h.tensor, in.tensor, *gate_up);
   if (!second) {
     const DeviceMatrix out(backend, tokens, gate_up->rows);
@@ -246,7 +249,8 @@ void bind_ops(py::module_& m) {
           py::arg("weight"), py::arg("x"), py::arg("activation"));
   ops.def("mixture", &mixture, py::arg("backend"), py::arg("logits"), py::arg("num_used"), py::arg("normalized"),
           py::arg("x"), py::arg("first"), py::arg("second") = py::none(),
-          py::arg("activation") = Activation::kSiluGated);
+          py::arg("activation") = Activation::kSiluGated, py::arg("sigmoid") = false, py::arg("scale") = 1.0f,
+          py::arg("router_bias") = py::none());
   ops.def("add_gated", &add_gated, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("gate"));
   ops.def("add", &add, py::arg("backend"), py::arg("x"), py::arg("y"), py::arg("scale") = 1.0f);
   ops.def("argmax", &argmax, py::arg("backend"), py::arg("x"));

@@ -29,6 +29,7 @@ __all__ = [
     "linear_int8",
     "log_softmax",
     "quantize_activations",
+    "relu_sqr",
     "rms_norm",
     "rope",
     "rope_frequencies",
@@ -43,9 +44,32 @@ Float = NDArray[np.float64]
 
 GEMMAS = ("gemma", "gemma2", "gemma3")
 GRANITES = ("granite", "granitemoe")
-LAYER_NORM = ("cohere2", "command-r", "stablelm", "starcoder2")
-# These files keep the rows of Q and K in pairs (2i, 2i + 1).
-INTERLEAVED_ROPE = ("cohere2", "command-r", *GRANITES, "internlm2", "llama", "mistral3", "smollm3")
+LAYER_NORM = ("cohere2", "command-r", "nemotron", "stablelm", "starcoder2")
+RELU_SQR = ("arcee", "nemotron")
+# These files keep the rows of Q and K in pairs (2i, 2i + 1), unless they have sections of RoPE for images.
+INTERLEAVED_ROPE = (
+    *(
+        "arcee",
+        "bailingmoe",
+        "chatglm",
+        "cohere2",
+        "command-r",
+        "deepseek",
+        "ernie4_5",
+        "ernie4_5-moe",
+        "glm4",
+    ),
+    *(*GRANITES, "internlm2", "llama", "minicpm", "mistral3", "smollm3"),
+)
+QK_NORM_OF_ROWS = ("minimax-m2", "olmo2", "olmoe")  # one norm for all heads
+ROPE_FIRST = ("hunyuan-dense", "hunyuan-moe")  # norms of queries and keys come after it
+NORM_BETWEEN = (
+    "glm4moe",
+    "gpt-oss",
+    "seed_oss",
+)  # post_attention_norm is the one before the feed-forward network
+SIGMOID_ROUTER = ("dots1", "glm4moe", "minimax-m2")
+PLAIN_WEIGHTS = ("bailingmoe", "deepseek", "dots1", "glm4moe", "olmoe", "qwen2moe")  # do not add up to 1
 PARALLEL = ("cohere2", "command-r", "stablelm")  # where a layer has no ffn_norm
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # this size scales scores by hidden / heads, not by head_dim
 WINDOWS = {"gemma2": 4096}  # where the file does not say
@@ -156,6 +180,11 @@ def gelu(x: Array) -> Float:
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * np.asarray(x, np.float64) ** 3)))
 
 
+def relu_sqr(x: Array) -> Float:
+    """arXiv:2109.08668"""
+    return np.maximum(np.asarray(x, np.float64), 0) ** 2
+
+
 def swiglu_oai(gate: Array, up: Array) -> Float:
     """gpt-oss's gate: silu with a slope of 1.702 of a bounded gate, times a bounded up plus 1."""
     gate = np.minimum(np.asarray(gate, np.float64), 7.0)
@@ -166,15 +195,27 @@ def sigmoid(x: Array) -> Float:
     return np.exp(-np.logaddexp(0, -np.asarray(x, np.float64)))
 
 
-def route(logits: Array, num_used: int, normalized: bool) -> tuple[NDArray[np.int64], Float]:
-    """The num_used largest of logits [T, E], of equal ones the first, and their weights, both [T, num_used].
+def route(
+    logits: Array,
+    num_used: int,
+    normalized: bool,
+    use_sigmoid: bool = False,
+    bias: Array | None = None,
+    scale: float = 1.0,
+) -> tuple[NDArray[np.int64], Float]:
+    """The experts with the largest scores plus bias [E], of equal ones the first, and their weights: [T, num_used].
 
-    Weights are a softmax over the chosen ones if normalized, else over all. arXiv:1701.06538
+    Scores are a softmax of logits [T, E] (arXiv:1701.06538), or sigmoids. Weights are the scores, divided by their
+    sum if normalized, times scale. A bias has no part in them (arXiv:2408.15664).
     """
-    chosen = np.argsort(-np.asarray(logits), axis=1, kind="stable")[:, :num_used]
-    over = np.take_along_axis(logits, chosen, axis=1) if normalized else logits
-    probabilities = np.exp(log_softmax(np.asarray(over, np.float64)))
-    return chosen, probabilities if normalized else np.take_along_axis(probabilities, chosen, axis=1)
+    logits = np.asarray(logits, np.float64)
+    scores = sigmoid(logits) if use_sigmoid else np.exp(log_softmax(logits))
+    order = logits if bias is None else scores + bias
+    chosen = np.argsort(-order, axis=1, kind="stable")[:, :num_used]
+    weights = np.take_along_axis(scores, chosen, axis=1)
+    if normalized:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return chosen, weights * scale
 
 
 def log_softmax(x: Array) -> Float:
@@ -192,6 +233,7 @@ class Transformer:
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.architecture = self.reader.fields["general.architecture"].contents()
         self.context_length = self.get("context_length")
+        self.num_layers = self.get("block_count") - self.get("nextn_predict_layers", 0)
         self.max_model_len = max_model_len or self.context_length
         self.weights: dict[str, Array] = {}
 
@@ -285,7 +327,7 @@ class Transformer:
         output = "output" if "output.weight" in self.tensors else "token_embd"
         logits = self.linear(self.hidden_states(token_ids, int8), output, int8)
         scale = self.get("logit_scale", 1.0)
-        logits = logits / scale if self.architecture in GRANITES else logits * scale
+        logits = logits / scale if self.architecture in (*GRANITES, "minicpm") else logits * scale
         cap = self.get("final_logit_softcapping", 30.0 if self.architecture == "gemma2" else 0.0)
         return cap * np.tanh(logits / cap) if cap else logits
 
@@ -301,29 +343,29 @@ class Transformer:
         embedding = self.tensors["token_embd.weight"]
         x = gguf.quants.dequantize(embedding.data[list(token_ids)], embedding.tensor_type)  # [T, K]
         x = x * self.get("embedding_scale", default)
-        for layer in range(self.get("block_count")):
+        for layer in range(self.num_layers):
             blk = f"blk.{layer}"
             h = self.norm(x, f"{blk}.attn_norm")
             branch = self.attention(h, layer, int8)
-            if self.architecture != "gpt-oss":  # where this is the norm before the feed-forward network
+            if self.architecture not in NORM_BETWEEN:
                 branch = self.norm(branch, f"{blk}.post_attention_norm")
             branch = branch * residual_scale
             if self.architecture in PARALLEL and f"{blk}.ffn_norm.weight" not in self.tensors:
                 x = x + branch + self.feed_forward(h, blk, int8) * residual_scale
                 continue
             x = x + branch
-            norm = "post_attention_norm" if self.architecture == "gpt-oss" else "ffn_norm"
+            norm = "post_attention_norm" if self.architecture in NORM_BETWEEN else "ffn_norm"
             branch = self.feed_forward(self.norm(x, f"{blk}.{norm}"), blk, int8)
             x = x + self.norm(branch, f"{blk}.post_ffw_norm") * residual_scale
         return self.norm(x, "output_norm")
 
     def attention(self, h: Float, layer: int, int8: bool) -> Float:
         """h [T, K] through a layer's attention, without the norms around it: [T, K]."""
-        blk, hidden, num_layers = f"blk.{layer}", self.get("embedding_length"), self.get("block_count")
+        blk, hidden = f"blk.{layer}", self.get("embedding_length")
         num_heads = self.get("attention.head_count")
         num_kv_heads = self.get("attention.head_count_kv", num_heads)
         head_dim = self.get("attention.key_length", hidden // num_heads)
-        gemma_27b = num_layers == GEMMA_27B_LAYERS.get(self.architecture)
+        gemma_27b = self.num_layers == GEMMA_27B_LAYERS.get(self.architecture)
         scale = self.get("attention.scale", 1 / math.sqrt(hidden / num_heads if gemma_27b else head_dim))
         cap = self.get("attn_logit_softcapping", 50.0 if self.architecture == "gemma2" else 0.0)
         positions = np.arange(len(h))
@@ -335,17 +377,22 @@ class Transformer:
             qkv = np.hstack([self.linear(h, f"{blk}.attn_{name}", int8) for name in "qkv"])
         sizes = np.cumsum([num_heads * head_dim, num_kv_heads * head_dim])
         q, k, v = np.split(qkv, sizes, axis=1)
-        if self.architecture in ("olmo2", "olmoe"):  # one norm for all heads
+        of_rows, rope_first = self.architecture in QK_NORM_OF_ROWS, self.architecture in ROPE_FIRST
+        if of_rows:
             q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
         q, k, v = (a.reshape(len(h), -1, head_dim) for a in (q, k, v))  # [T, H or KVH, D]
-        if self.architecture not in ("olmo2", "olmoe"):
+        if not of_rows and not rope_first:
             q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
         if self.has_rope(layer):
             frequencies, magnitude = self.rope_frequencies(local, head_dim)
             dim = 2 * len(frequencies)
-            q, k = (rope(a, positions, frequencies, self.architecture in INTERLEAVED_ROPE) for a in (q, k))
+            has_sections = f"{self.architecture}.rope.dimension_sections" in self.reader.fields
+            interleaved = self.architecture in INTERLEAVED_ROPE and not has_sections
+            q, k = (rope(a, positions, frequencies, interleaved) for a in (q, k))
             q[..., :dim] *= magnitude
             k[..., :dim] *= magnitude
+        if rope_first:
+            q, k = self.norm(q, f"{blk}.attn_q_norm"), self.norm(k, f"{blk}.attn_k_norm")
         temperature = self.get("attention.temperature_scale", 0.0)
         if temperature:
             original = self.get("rope.scaling.original_context_length", self.context_length)
@@ -362,6 +409,8 @@ class Transformer:
         if f"{blk}.ffn_gate_inp.weight" in self.tensors:
             return self.mixture(h, blk, int8)
         up = self.linear(h, f"{blk}.ffn_up", int8)  # [T, I], or gate and up in one
+        if self.architecture in RELU_SQR:
+            return self.linear(relu_sqr(up), f"{blk}.ffn_down", int8)
         if self.architecture == "starcoder2":
             return self.linear(gelu(up), f"{blk}.ffn_down", int8)
         if f"{blk}.ffn_gate.weight" in self.tensors:
@@ -374,9 +423,15 @@ class Transformer:
     def mixture(self, h: Float, blk: str, int8: bool) -> Float:
         """h [T, K] through the experts that the router chooses, and through the shared one."""
         act = swiglu_oai if self.architecture == "gpt-oss" else lambda gate, up: silu(gate) * up
-        normalized = self.architecture not in ("qwen2moe", "olmoe")
         router_logits = self.linear(h, f"{blk}.ffn_gate_inp", int8)  # [T, E]
-        chosen, weights = route(router_logits, self.get("expert_used_count"), normalized)
+        chosen, weights = route(
+            router_logits,
+            self.get("expert_used_count"),
+            self.get("expert_weights_norm", self.architecture not in PLAIN_WEIGHTS),
+            self.architecture in SIGMOID_ROUTER,
+            self.weight(f"{blk}.exp_probs_b.bias"),
+            self.get("expert_weights_scale", 1.0),
+        )
         out = np.zeros_like(h)
         for expert in np.unique(chosen):
             tokens, rank = np.nonzero(chosen == expert)

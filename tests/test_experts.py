@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import reference
@@ -23,12 +25,15 @@ def normal(*shape: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def router_weights(backend: _core.CpuBackend, logits: Array, num_used: int, normalized: bool) -> Array:
+def router_weights(
+    backend: _core.CpuBackend, logits: Array, num_used: int, normalized: bool, **router: Any
+) -> Array:
     """The weight of every expert for every token [T, E], 0 where not chosen: an expert gives a one at its place."""
     num_experts = logits.shape[1]
     ones = np.eye(num_experts, dtype=np.float32)[:, :, None].tobytes()
     x = np.ones((len(logits), 1), np.float32)
-    return ops.mixture(backend, logits, num_used, normalized, x, (int(GGMLType.F32), num_experts, ones, None))
+    identity = int(GGMLType.F32), num_experts, ones, None
+    return ops.mixture(backend, logits, num_used, normalized, x, identity, **router)
 
 
 def experts(name: str, num_experts: int, n: int, k: int, seed: int, bias: bool = False) -> Experts:
@@ -68,17 +73,42 @@ def test_route(backend: _core.CpuBackend, num_experts: int, num_used: int, norma
     np.testing.assert_array_equal(out, router_weights(scalar, logits, num_used, normalized))
 
 
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_scores_of_the_router(
+    backend: _core.CpuBackend, sigmoid: bool, biased: bool, normalized: bool
+) -> None:
+    """A bias chooses, without a part in the weights; a scale is applied last."""
+    logits = 2 * normal(50, 40, seed=1)
+    bias = (0.2 if sigmoid else 0.01) * normal(40, seed=2) if biased else None
+    router = {"sigmoid": sigmoid, "scale": 2.5, "router_bias": bias}
+    out = router_weights(backend, logits, 6, normalized, **router)
+    chosen, expected = reference.route(logits, 6, normalized, sigmoid, bias, 2.5)
+    dense = np.zeros_like(out)
+    np.put_along_axis(dense, chosen, expected.astype(np.float32), axis=1)
+    np.testing.assert_allclose(out, dense, rtol=4e-6)
+    best = np.sort(np.argsort(-logits, axis=1)[:, :6], axis=1)
+    assert (np.sort(chosen, axis=1) != best).any() == biased
+    scalar = _core.CpuBackend(1, "scalar")
+    np.testing.assert_array_equal(out, router_weights(scalar, logits, 6, normalized, **router))
+
+
 def test_of_equal_logits_the_first_is_chosen(backend: _core.CpuBackend) -> None:
     logits = np.array([[0, 1, 1, 0, 1, 1], [2, 2, 2, 2, 2, 2], [0, 0, 0, 5, 0, 0]], np.float32)
     chosen = router_weights(backend, logits, 3, True) > 0
     assert [np.flatnonzero(row).tolist() for row in chosen] == [[1, 2, 4], [0, 1, 2], [0, 1, 3]]
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("bias", [None, np.zeros(8, np.float32)])
 @pytest.mark.parametrize("at", [0, 3, 7])
-def test_a_logit_that_is_no_number_is_not_lost(backend: _core.CpuBackend, at: int) -> None:
+def test_a_logit_that_is_no_number_is_not_lost(
+    backend: _core.CpuBackend, at: int, bias: Array | None, sigmoid: bool
+) -> None:
     logits = normal(2, 8)
     logits[0, at] = np.nan
-    out = router_weights(backend, logits, 2, True)
+    out = router_weights(backend, logits, 2, True, sigmoid=sigmoid, router_bias=bias)
     assert np.isnan(out[0]).any() and np.isfinite(out[1]).all()
 
 

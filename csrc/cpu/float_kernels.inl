@@ -99,12 +99,18 @@ inline Vec swiglu_oai(Vec gate, Vec up) {  // bounds come first in min and max, 
   return mul(times_logistic(g, mul(set1(1.702f), g)), add(u, set1(1.0f)));
 }
 
+inline Vec relu_sqr(Vec x) {  // zero comes first in max, which then lets NaN through
+  const Vec kept = max(set1(0.0f), x);
+  return mul(kept, kept);
+}
+
 template <Activation Kind>
 inline Vec activated(Vec x, Vec up) {
   if constexpr (Kind == Activation::kSiluGated) return mul(silu(x), up);
   if constexpr (Kind == Activation::kGeluGated) return mul(gelu(x), up);
   if constexpr (Kind == Activation::kSwigluOai) return swiglu_oai(x, up);
   if constexpr (Kind == Activation::kGelu) return gelu(x);
+  if constexpr (Kind == Activation::kReluSqr) return relu_sqr(x);
 }
 
 template <Activation Kind>
@@ -122,6 +128,7 @@ void activate(const float* x, Activation activation, int n, float* out) {
     case Activation::kGeluGated: return activate_all<Activation::kGeluGated>(x, n, out);
     case Activation::kSwigluOai: return activate_all<Activation::kSwigluOai>(x, n, out);
     case Activation::kGelu: return activate_all<Activation::kGelu>(x, n, out);
+    case Activation::kReluSqr: return activate_all<Activation::kReluSqr>(x, n, out);
   }
 }
 

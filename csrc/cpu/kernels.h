@@ -106,6 +106,19 @@ struct AttentionPart {
   float* values;   // [rows, padded_head_dim(D)]
 };
 
+// One token's router. The scores of all experts are left where the logits were.
+struct RouteArgs {
+  float* logits;      // [E]
+  const float* bias;  // [E] or null
+  int num_experts;    // E
+  int num_used;
+  bool normalized;
+  bool sigmoid;
+  float scale;
+  int32_t* experts;  // [num_used]
+  float* weights;    // [num_used]
+};
+
 struct Kernels {
   const char* name;
 
@@ -135,9 +148,9 @@ struct Kernels {
 
   void (*add)(float* x, const float* y, float scale, int n);  // x += scale * y
 
-  // The num_used largest of a token's logits, largest first and of equal ones the first, and their weights: a softmax
-  // over these if normalized, else over all logits.
-  void (*route)(const float* logits, int num_experts, int num_used, bool normalized, int32_t* experts, float* weights);
+  // The experts of a token, those with the highest biased scores first and of equal ones the first, and their weights;
+  // see RouterParams.
+  void (*route)(const RouteArgs& args);
 
   float (*sigmoid)(float x);
 

@@ -145,8 +145,10 @@ void CudaBackend::route(Tensor logits, const RouterParams& params) {
   e.choices = e.places + e.num_choices;
   e.tile_expert = e.choices + 8 * e.num_tiles;
   const ExpertRows rows = e;
-  enqueue(with(signature(kRoute, logits), e.experts, params.num_used, params.normalized),
-          [=] { cuda::route(logits, params, rows, stream_); });
+  const float* const bias = params.bias ? static_cast<const CudaVector*>(params.bias)->values() : nullptr;
+  enqueue(with(signature(kRoute, logits), e.experts, params.num_used, params.normalized, params.sigmoid, params.scale,
+               bias),
+          [=] { cuda::route(logits, params, bias, rows, stream_); });
 }
 
 void CudaBackend::expert_linear(Tensor out, Tensor x, const Weight& experts) {

@@ -5,22 +5,51 @@
 namespace rvllm::cuda {
 namespace {
 
+struct RouteArgs {
+  const float* logits;  // [T, E]
+  int64_t stride;
+  const float* bias;  // [E] or null
+  int num_experts;    // E
+  bool normalized;
+  bool sigmoid;
+  float scale;
+};
+
+__device__ float sum_of_exps(const float* x, float largest, int n) {
+  float sum = 0.0f;
+  for (int i = threadIdx.x % kOrderedLanes; i < n; i += kOrderedLanes) sum = sum + ordered_exp(x[i] - largest);
+  return tree_sum16(sum);
+}
+
 // A warp chooses for one token, in the order of csrc/cpu/expert_kernels.inl. grid: [T].
-__global__ void route_kernel(const float* logits, int64_t stride, int num_experts, bool normalized, ExpertRows out) {
-  RV_SHARED(float, values, kMaxExperts);
+__global__ void route_kernel(RouteArgs a, ExpertRows out) {
+  RV_SHARED(float, scores, kMaxExperts);
   const int lane = threadIdx.x, k = out.num_used;
   int* const experts = out.experts + int64_t(blockIdx.x) * k;
   float* const weights = out.weights + int64_t(blockIdx.x) * k;
-  for (int e = lane; e < num_experts; e += 32) values[e] = logits[blockIdx.x * stride + e];
+  const auto preference = [&](int e) { return a.bias ? scores[e] + a.bias[e] : scores[e]; };
+  const bool has_scores = a.sigmoid || a.bias;  // else logits are in the same order
+  for (int e = lane; e < a.num_experts; e += 32) {
+    const float logit = a.logits[blockIdx.x * a.stride + e];
+    scores[e] = a.sigmoid ? 1.0f / (1.0f + ordered_exp(-logit)) : logit;
+  }
   __syncwarp();
+  if (a.bias && !a.sigmoid) {
+    float largest = scores[0];
+    for (int e = 1; e < a.num_experts; ++e) largest = scores[e] > largest ? scores[e] : largest;
+    const float sum = sum_of_exps(scores, largest, a.num_experts);
+    __syncwarp();
+    for (int e = lane; e < a.num_experts; e += 32) scores[e] = ordered_exp(scores[e] - largest) / sum;
+    __syncwarp();
+  }
   if (lane == 0) {
     int found = 0;
-    for (int e = 0; e < num_experts; ++e) {
+    for (int e = 0; e < a.num_experts; ++e) {
       int at = found;
-      // Of equal logits the lower index stays ahead; a NaN goes first, so that it is not lost.
+      // Of equal ones the lower index stays ahead; a NaN goes first, so that it is not lost.
       for (; at > 0; --at) {
-        const float above = values[experts[at - 1]];
-        if (values[e] <= above || above != above) break;
+        const float above = preference(experts[at - 1]);
+        if (preference(e) <= above || above != above) break;
       }
       if (at == k) continue;
       if (found < k) ++found;
@@ -29,19 +58,16 @@ __global__ void route_kernel(const float* logits, int64_t stride, int num_expert
     }
   }
   __syncwarp();
-  const float largest = values[experts[0]];
-  float sum = 0.0f;
-  if (!normalized)
-    for (int e = lane % kOrderedLanes; e < num_experts; e += kOrderedLanes)
-      sum = sum + ordered_exp(values[e] - largest);
-  sum = tree_sum16(sum);
+  const float largest = scores[experts[0]];
+  const float sum = a.normalized || has_scores ? 1.0f : sum_of_exps(scores, largest, a.num_experts);
   if (lane == 0) {
     float total = 0.0f;
     for (int i = 0; i < k; ++i) {
-      weights[i] = ordered_exp(values[experts[i]] - largest);
+      const float score = scores[experts[i]];
+      weights[i] = has_scores ? score : ordered_exp(score - largest);
       total += weights[i];
     }
-    for (int i = 0; i < k; ++i) weights[i] /= normalized ? total : sum;
+    for (int i = 0; i < k; ++i) weights[i] = weights[i] / (a.normalized ? total : sum) * a.scale;
   }
 }
 
@@ -94,9 +120,10 @@ __global__ void __launch_bounds__(256) combine_kernel(float* out, int64_t out_st
 
 }  // namespace
 
-void route(Tensor logits, const RouterParams& params, const ExpertRows& out, cudaStream_t stream) {
-  rv::launch(route_kernel, unsigned(logits.rows), 32, 0, stream, logits.data, logits.stride, int(logits.cols),
-             params.normalized, out);
+void route(Tensor logits, const RouterParams& params, const float* bias, const ExpertRows& out, cudaStream_t stream) {
+  const RouteArgs args{logits.data,       logits.stride,  bias,        int(logits.cols),
+                       params.normalized, params.sigmoid, params.scale};
+  rv::launch(route_kernel, unsigned(logits.rows), 32, 0, stream, args, out);
   rv::launch(sort_choices_kernel, 1, 1024, 0, stream, int(logits.cols), out);
 }
 

@@ -113,7 +113,7 @@ void convert(void* out, Tensor x, GgmlType type, cudaStream_t stream);   // [T, 
 void add_bias(Tensor out, const float* bias, cudaStream_t stream);
 
 // experts.cu
-void route(Tensor logits, const RouterParams& params, const ExpertRows& out, cudaStream_t stream);
+void route(Tensor logits, const RouterParams& params, const float* bias, const ExpertRows& out, cudaStream_t stream);
 void combine(Tensor out, Tensor y, const ExpertRows& rows, cudaStream_t stream);
 
 }  // namespace rvllm::cuda

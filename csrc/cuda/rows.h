@@ -84,6 +84,7 @@ struct ActivatedRow {
     if constexpr (kKind == Activation::kSiluGated) return times_logistic(x[i], x[i]) * x[n + i];
     if constexpr (kKind == Activation::kGeluGated) return gelu(x[i]) * x[n + i];
     if constexpr (kKind == Activation::kGelu) return gelu(x[i]);
+    if constexpr (kKind == Activation::kReluSqr) return 0.0f > x[i] ? 0.0f : x[i] * x[i];
     if constexpr (kKind == Activation::kSwigluOai) {  // bounds come first, so that NaN gets through
       const float gate = 7.0f < x[i] ? 7.0f : x[i], bounded = 7.0f < x[n + i] ? 7.0f : x[n + i];
       const float up = -7.0f > bounded ? -7.0f : bounded;
@@ -101,6 +102,7 @@ void with_activation(Activation activation, const float* x, int64_t stride, int 
     case Activation::kGeluGated: return f(ActivatedRow<Activation::kGeluGated>{x, stride, n});
     case Activation::kSwigluOai: return f(ActivatedRow<Activation::kSwigluOai>{x, stride, n});
     case Activation::kGelu: return f(ActivatedRow<Activation::kGelu>{x, stride, n});
+    case Activation::kReluSqr: return f(ActivatedRow<Activation::kReluSqr>{x, stride, n});
   }
 }
 

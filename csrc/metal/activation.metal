@@ -1,6 +1,6 @@
 #include "metal/device_math.h"
 
-enum ActivationKind : int { kSiluGated, kGeluGated, kSwigluOai, kGelu };  // Activation of activation.h
+enum ActivationKind : int { kSiluGated, kGeluGated, kSwigluOai, kGelu, kReluSqr };  // Activation of activation.h
 
 inline float times_logistic(float x, float z) { return x / (1.0f + ordered_exp(0.0f - z)); }
 
@@ -25,6 +25,7 @@ kernel void activation(constant RowArgs& args [[buffer(0)]],
     const float least = 7.0f < gate ? 7.0f : gate, bounded = 7.0f < up ? 7.0f : up;
     y = times_logistic(least, 1.702f * least) * ((-7.0f > bounded ? -7.0f : bounded) + 1.0f);
   }
+  if (kKind == kReluSqr) y = 0.0f > gate ? 0.0f : gate * gate;
   out[long(group.x) * args.y_stride + i] = y;
 }
 
@@ -33,3 +34,4 @@ template [[host_name("activation_silu_gated")]] kernel activation_t activation<k
 template [[host_name("activation_gelu_gated")]] kernel activation_t activation<kGeluGated>;
 template [[host_name("activation_swiglu_oai")]] kernel activation_t activation<kSwigluOai>;
 template [[host_name("activation_gelu")]] kernel activation_t activation<kGelu>;
+template [[host_name("activation_relu_sqr")]] kernel activation_t activation<kReluSqr>;

@@ -1,24 +1,47 @@
 // Mixture of experts: the choice of experts, the order of the choices, and the sum of what they made. arXiv:1701.06538
 #include "metal/device_math.h"
 
+inline float sum_of_exps(threadgroup const float* x, float largest, int n, int lane) {
+  float sum = 0.0f;
+  for (int i = lane % kOrderedLanes; i < n; i += kOrderedLanes) sum = sum + ordered_exp(x[i] - largest);
+  return tree_sum16(sum);
+}
+
 // A simdgroup chooses for one token, in the order of csrc/cpu/expert_kernels.inl. grid: [T].
 kernel void route(constant ExpertArgs& args [[buffer(0)]],
                   device const float* logits [[buffer(1)]],
                   device int* all_experts [[buffer(2)]],    // [choices]
                   device float* all_weights [[buffer(3)]],  // [choices]
+                  device const float* bias [[buffer(4)]],   // [E] or none
                   uint token [[threadgroup_position_in_grid]],
                   uint lane_index [[thread_index_in_simdgroup]]) {
-  threadgroup float values[1024];
+  threadgroup float scores[1024];
+  threadgroup float preferences[1024];
   threadgroup int chosen[1024];
   const int lane = int(lane_index), k = args.num_used;
-  for (int e = lane; e < args.num_experts; e += 32) values[e] = logits[long(token) * args.stride + e];
+  const bool has_scores = args.sigmoid || args.has_bias;  // else logits are in the same order
+  for (int e = lane; e < args.num_experts; e += 32) {
+    const float logit = logits[long(token) * args.stride + e];
+    scores[e] = args.sigmoid ? 1.0f / (1.0f + ordered_exp(-logit)) : logit;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (args.has_bias && !args.sigmoid) {
+    float largest = scores[0];
+    for (int e = 1; e < args.num_experts; ++e) largest = scores[e] > largest ? scores[e] : largest;
+    const float sum = sum_of_exps(scores, largest, args.num_experts, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int e = lane; e < args.num_experts; e += 32) scores[e] = ordered_exp(scores[e] - largest) / sum;
+  }
+  for (int e = lane; e < args.num_experts; e += 32) preferences[e] = args.has_bias ? scores[e] + bias[e] : scores[e];
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (lane == 0) {
     int found = 0;
     for (int e = 0; e < args.num_experts; ++e) {
       int at = found;
-      // Of equal logits the lower index stays ahead; a NaN goes first, so that it is not lost.
-      while (at > 0 && !(values[e] <= values[chosen[at - 1]]) && values[chosen[at - 1]] == values[chosen[at - 1]]) --at;
+      // Of equal ones the lower index stays ahead; a NaN goes first, so that it is not lost.
+      while (at > 0 && !(preferences[e] <= preferences[chosen[at - 1]]) &&
+             preferences[chosen[at - 1]] == preferences[chosen[at - 1]])
+        --at;
       if (at == k) continue;
       if (found < k) ++found;
       for (int i = found - 1; i > at; --i) chosen[i] = chosen[i - 1];
@@ -26,18 +49,18 @@ kernel void route(constant ExpertArgs& args [[buffer(0)]],
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const float largest = values[chosen[0]];
-  float sum = 0.0f;
-  if (!args.normalized)
-    for (int e = lane % kOrderedLanes; e < args.num_experts; e += kOrderedLanes)
-      sum = sum + ordered_exp(values[e] - largest);
-  sum = tree_sum16(sum);
+  const float largest = scores[chosen[0]];
+  const float sum = args.normalized || has_scores ? 1.0f : sum_of_exps(scores, largest, args.num_experts, lane);
   if (lane != 0) return;
   float total = 0.0f;
-  for (int i = 0; i < k; ++i) total += ordered_exp(values[chosen[i]] - largest);
+  for (int i = 0; i < k; ++i) {
+    const float score = scores[chosen[i]];
+    preferences[i] = has_scores ? score : ordered_exp(score - largest);  // their weights from here on
+    total += preferences[i];
+  }
   for (int i = 0; i < k; ++i) {
     all_experts[long(token) * k + i] = chosen[i];
-    all_weights[long(token) * k + i] = ordered_exp(values[chosen[i]] - largest) / (args.normalized ? total : sum);
+    all_weights[long(token) * k + i] = preferences[i] / (args.normalized ? total : sum) * args.scale;
   }
 }
 

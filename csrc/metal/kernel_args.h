@@ -89,7 +89,8 @@ struct ExpertArgs {
   int out_stride;
   int num_experts, num_used, num_choices, num_tiles;
   int cols;
-  int normalized;
+  int normalized, sigmoid, has_bias;
+  float scale;
 };
 
 }  // namespace rvllm

@@ -286,9 +286,10 @@ void MetalBackend::route(Tensor logits, const RouterParams& params) {
   e.places = e.experts + 2 * e.num_choices;
   e.choices = e.places + e.num_choices;
   e.tile_expert = e.choices + 8 * e.num_tiles;
-  const ExpertArgs args{int(logits.stride), 0,           int(logits.cols), e.num_used,
-                        e.num_choices,      e.num_tiles, 0,                params.normalized};
-  device_.encode("route", {logits.rows}, 32, args, {logits.data, e.experts, e.weights});
+  const ExpertArgs args{int(logits.stride),     0, int(logits.cols),  e.num_used,     e.num_choices,
+                        e.num_tiles,            0, params.normalized, params.sigmoid, params.bias != nullptr,
+                        params.scale};
+  device_.encode("route", {logits.rows}, 32, args, {logits.data, e.experts, e.weights, values(params.bias)});
   device_.encode("sort_choices", {}, 1024, args, {e.experts, e.places, e.choices, e.tile_expert});
 }
 
@@ -301,7 +302,7 @@ void MetalBackend::activated_expert_linear(Tensor out, Tensor x, Activation acti
 }
 
 void MetalBackend::combine(Tensor out, Tensor y) {
-  const ExpertArgs args{int(y.stride), int(out.stride), 0, experts_.num_used, 0, 0, int(out.cols), 0};
+  const ExpertArgs args{int(y.stride), int(out.stride), 0, experts_.num_used, 0, 0, int(out.cols), 0, 0, 0, 0.0f};
   device_.encode("combine", grid_of(out), 256, args, {out.data, y.data, experts_.weights});
 }
 

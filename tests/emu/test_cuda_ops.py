@@ -281,6 +281,29 @@ def test_mixture_of_experts(
     np.testing.assert_array_equal(ops.mixture(backend, *args), ops.mixture(scalar, *args))
 
 
+ROUTERS = {
+    "sigmoid": {"sigmoid": True},
+    "biased": {"router_bias": normal(70, seed=4) * np.float32(0.01)},
+    "biased sigmoid": {"sigmoid": True, "scale": 2.5, "router_bias": normal(70, seed=4) * np.float32(0.2)},
+}
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_mixture_by_scores_of_the_router(
+    backend: Any, scalar: _core.CpuBackend, router: str, normalized: bool
+) -> None:
+    args = (
+        2 * normal(9, 70),
+        6,
+        normalized,
+        normal(9, 256, seed=8),
+        experts("Q8_0", 70, 24, 256, 1, bias=False),
+    )
+    out, expected = (ops.mixture(b, *args, **ROUTERS[router]) for b in (backend, scalar))
+    np.testing.assert_array_equal(out, expected)
+
+
 def test_mixture_of_equal_logits_takes_the_first(backend: Any, scalar: _core.CpuBackend) -> None:
     logits = np.zeros((3, 40), np.float32)
     logits[1, 7:] = 1

@@ -29,10 +29,11 @@ MODELS = {
         "arch": "qwen2moe", "quant": "Q8_0", "tied": False, "layers": 1, "seed": 1,
         "family": FAMILIES["qwen2moe"]._replace(shared_experts=5),
     },
+    "dense-and-sigmoid": {"arch": "glm4moe", "quant": "Q8_0", "tied": False, "layers": 3, "seed": 3},
     "qwen2-f16": {"arch": "qwen2", "quant": "F16", "seed": 3},
 }  # fmt: skip
 # Whose products have an order of their own: of the first model all, of the others the router's.
-FLOAT_MATRICES = ("qwen2-f16", "gpt-oss-mxfp4", "wide-shared-expert")
+FLOAT_MATRICES = ("qwen2-f16", "gpt-oss-mxfp4", "wide-shared-expert", "dense-and-sigmoid")
 if VARIANT == "tsan":  # a hundred times slower
     MODELS = {"llama-q4_1": MODELS["llama-q4_1"]}
 

@@ -69,12 +69,15 @@ void test_route() {
         auto logits = kind == 2 ? hostile(num_experts, 16) : normals(num_experts, 17, 8.0f);
         if (kind == 1)
           for (float& logit : logits) logit = float(int(logit));  // many are equal
-        for (int normalized = 0; normalized < 2; ++normalized)
-          compare(named("route E, k, kind, normalized", num_experts, num_used, kind, normalized),
+        const auto bias = normals(num_experts, 18, 0.1f);
+        for (int way = 0; way < 8; ++way)
+          compare(named("route E, k, kind, way", num_experts, num_used, kind, way),
                   [&](const Kernels& table) {
+                    auto scores = logits;
                     auto experts = output<int32_t>(num_used);
                     auto weights = output(num_used);
-                    table.route(logits.data(), num_experts, num_used, normalized, experts.data(), weights.data());
+                    table.route({scores.data(), way & 4 ? bias.data() : nullptr, num_experts, num_used,
+                                 (way & 1) != 0, (way & 2) != 0, 2.5f, experts.data(), weights.data()});
                     Bits bits;
                     bits.add(experts);
                     bits.add(weights);
