@@ -89,7 +89,10 @@ ModelConfig model_config(const py::dict& d) {
   c.num_experts_per_tok = d["num_experts_per_tok"].cast<int>();
   c.moe_intermediate_size = d["moe_intermediate_size"].cast<int>();
   c.shared_expert_intermediate_size = d["shared_expert_intermediate_size"].cast<int>();
+  c.first_k_dense_replace = d["first_k_dense_replace"].cast<int>();
+  c.sigmoid_router = d["sigmoid_router"].cast<bool>();
   c.norm_topk_prob = d["norm_topk_prob"].cast<bool>();
+  c.routed_scaling_factor = d["routed_scaling_factor"].cast<double>();
   c.norm_kind = d["layer_norm"].cast<bool>() ? NormKind::kLayer : NormKind::kRms;
   c.norm_eps = d["norm_eps"].cast<double>();
   c.activation = Activation(index_of(kActivationNames, d["activation"].cast<std::string>()));
@@ -98,6 +101,7 @@ ModelConfig model_config(const py::dict& d) {
   c.post_norms = d["post_norms"].cast<bool>();
   c.parallel_block = d["parallel_block"].cast<bool>();
   c.qk_norm = QkNorm(index_of(kQkNormNames, d["qk_norm"].cast<std::string>()));
+  c.qk_norm_after_rope = d["qk_norm_after_rope"].cast<bool>();
   c.residual_scale = d["residual_scale"].cast<double>();
   c.logit_scale = d["logit_scale"].cast<double>();
   c.logit_soft_cap = d["logit_soft_cap"].cast<double>();

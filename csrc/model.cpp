@@ -49,7 +49,7 @@ Model::Model(std::shared_ptr<Backend> backend, ModelConfig config, const TensorS
     layer.attn_output = load.matrix({{blk + "attn_output", hidden}}, int64_t(c.num_heads) * c.head_dim);
     if (c.post_norms) layer.post_attention_norm = load.norm(blk + "post_attention_norm", hidden);
     if (c.pre_norms && !c.parallel_block) layer.ffn_norm = load.norm(blk + c.ffn_norm, hidden);
-    if (c.num_experts > 0) {
+    if (has_mixture(l)) {
       layer.mixture = load.mixture(blk);
     } else {
       layer.ffn_gate_up = load.ffn_gate_up(blk);
@@ -195,6 +195,12 @@ Tensor Model::rope_angles(const Batch& batch, const RopeTable& table, bool of_qu
   return device;
 }
 
+void Model::norm_qk(Tensor q, Tensor k, const Layer& layer) {
+  if (config_.qk_norm == QkNorm::kNone) return;
+  backend_->norm(q, q, norm(layer.attn_q_norm));
+  backend_->norm(k, k, norm(layer.attn_k_norm));
+}
+
 // x, normalized if there is a norm, through a matrix.
 void Model::norm_linear(Tensor out, Tensor x, const NormWeights& weights, const Weight& weight) {
   if (weights.weight)
@@ -217,7 +223,8 @@ void Model::mix_experts(Tensor out, Tensor x, const Layer& layer) {
   const Tensor down = view(expert_down_, rows, E);
   b.norm(h, x, norm(layer.ffn_norm));
   b.linear(router_logits, h, *m.ffn_gate_inp);
-  b.route(router_logits, {c.num_experts_per_tok, c.norm_topk_prob});
+  b.route(router_logits, {c.num_experts_per_tok, c.norm_topk_prob, c.sigmoid_router, float(c.routed_scaling_factor),
+                          m.exp_probs_b.get()});
   b.expert_linear(gate_up, h, *m.ffn_gate_up_exps);
   b.activated_expert_linear(down, gate_up, c.activation, *m.ffn_down_exps);
   b.combine(out, down);
@@ -264,14 +271,12 @@ Tensor Model::forward(const Batch& batch) {
     const LayerConfig& shape = c.layers[size_t(l)];
 
     norm_linear(qkv, x, layer.attn_norm, *layer.attn_qkv);
-    if (c.qk_norm != QkNorm::kNone) {
-      b.norm(q, q, norm(layer.attn_q_norm));
-      b.norm(k, k, norm(layer.attn_k_norm));
-    }
+    if (!c.qk_norm_after_rope) norm_qk(q, k, layer);
     if (shape.rope >= 0) {
       b.rope(q, c.head_dim, q_angles[size_t(shape.rope)], c.rope_interleaved);
       b.rope(k, c.head_dim, k_angles[size_t(shape.rope)], c.rope_interleaved);
     }
+    if (c.qk_norm_after_rope) norm_qk(q, k, layer);
     KVCache& kv_cache = *kv_caches_[size_t(shape.group)];
     b.store_kv(kv_cache, shape.index, k, v);  // all tokens before any attends: requests of one step may share blocks
     b.paged_attention(attn, q, kv_cache, shape.index,
@@ -280,7 +285,7 @@ Tensor Model::forward(const Batch& batch) {
     b.linear(h, attn, *layer.attn_output);
     if (c.post_norms) b.norm(h, h, norm(layer.post_attention_norm));
 
-    if (c.num_experts > 0) {
+    if (has_mixture(l)) {
       b.add(x, h, residual_scale);
       mix_experts(h, x, layer);
     } else {

@@ -41,7 +41,10 @@ struct ModelConfig {
   int num_experts_per_tok = 0;
   int moe_intermediate_size = 0;            // of each expert
   int shared_expert_intermediate_size = 0;  // of the one that every token uses; 0: there is none
-  bool norm_topk_prob = false;  // the weights of a token's experts are normalized
+  int first_k_dense_replace = 0;  // layers before the mixtures, whose networks are dense
+  bool sigmoid_router = false;  // see RouterParams
+  bool norm_topk_prob = false;
+  double routed_scaling_factor = 1;
   int vocab_size = 0;
   NormKind norm_kind = NormKind::kRms;
   double norm_eps = 0;
@@ -51,6 +54,7 @@ struct ModelConfig {
   bool post_norms = false;      // of what they add to the residual stream
   bool parallel_block = false;  // both read the same norm of the residual stream
   QkNorm qk_norm = QkNorm::kNone;
+  bool qk_norm_after_rope = false;
   double embedding_scale = 1;
   double residual_scale = 1;    // of what attention and feed-forward add
   double logit_scale = 1;
@@ -89,7 +93,7 @@ struct NormWeights {
 
 // A layer's experts, and the one that every token uses, where there is one.
 struct Mixture {
-  std::unique_ptr<Weight> ffn_gate_inp, ffn_gate_up_exps, ffn_down_exps;
+  std::unique_ptr<Weight> ffn_gate_inp, exp_probs_b, ffn_gate_up_exps, ffn_down_exps;  // the second may be null
   std::unique_ptr<Weight> ffn_gate_inp_shexp, ffn_gate_up_shexp, ffn_down_shexp;  // the first may be null alone
 };
 
@@ -129,6 +133,7 @@ class Model {
     int64_t capacity = 0;
   };
 
+  bool has_mixture(int layer) const { return config_.num_experts > 0 && layer >= config_.first_k_dense_replace; }
   void group_layers();
   KVCacheSpec kv_cache_spec(int group, int num_blocks, int block_size, KVType type) const;
   void check_batch(const Batch& batch) const;
@@ -138,6 +143,7 @@ class Model {
   Tensor view(Buffer& buffer, int64_t rows, int64_t cols);
   Norm norm(const NormWeights& weights) const;
   Tensor rope_angles(const Batch& batch, const RopeTable& table, bool of_queries, Buffer& buffer);
+  void norm_qk(Tensor q, Tensor k, const Layer& layer);
   void norm_linear(Tensor out, Tensor x, const NormWeights& norm, const Weight& weight);
   void mix_experts(Tensor out, Tensor x, const Layer& layer);
   Tensor forward(const Batch& batch);

@@ -67,6 +67,7 @@ Mixture WeightLoader::mixture(const std::string& blk) {
   const int64_t shared = config_.shared_expert_intermediate_size;
   Mixture m;
   m.ffn_gate_inp = matrix({{blk + "ffn_gate_inp", config_.num_experts}}, hidden);
+  if (has(blk + "exp_probs_b.bias")) m.exp_probs_b = vector(blk + "exp_probs_b.bias", config_.num_experts);
   m.ffn_gate_up_exps = stack({{blk + "ffn_gate_exps", n}, {blk + "ffn_up_exps", n}}, hidden, config_.num_experts);
   m.ffn_down_exps = stack({{blk + "ffn_down_exps", hidden}}, n, config_.num_experts);
   if (shared == 0) return m;

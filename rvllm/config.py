@@ -9,26 +9,26 @@ import math
 import re
 import reprlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from rvllm.architecture_keys import FLOAT32, MAX_POSITION, ArchitectureKeys
 from rvllm.architectures import ARCHITECTURES, Architecture
 from rvllm.gguf_file import GGUFError, GGUFFile
 from rvllm.rope import SCALING_TYPES, RopeScaling, RopeTable, rope_table
 
 _MAX_EXPERTS = 1024
-_MAX_POSITION = 2**30  # positions are int32
 _MEAN_POOLING = 1
-_FLOAT32 = np.finfo(np.float32)
+_SOFTMAX, _SIGMOID = 1, 2  # of expert_gating_func
 # Keys whose other values would change every answer; None: no value at all.
 _USUAL_VALUES = {
     "attention.causal": True,
     "attention.clamp_kqv": 0.0,
     "attention.max_alibi_bias": 0.0,
-    "expert_gating_func": 1,  # softmax
     "expert_group_count": 1,
-    "expert_weights_scale": 1.0,
-    "rope.dimension_sections": None,
+    "interleave_moe_layer_step": 1,
+    "rope.scaling.alpha": 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
 
@@ -62,7 +62,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         limits = {
-            "max_model_len": (1, _MAX_POSITION),
+            "max_model_len": (1, MAX_POSITION),
             "max_num_seqs": (1, 2**16),
             "max_num_batched_tokens": (1, 2**20),
             "block_size": (1, 4096),
@@ -129,7 +129,10 @@ class ModelConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int  # 0: no expert is used by every token
+    first_k_dense_replace: int  # layers before the mixtures, whose networks are dense
+    sigmoid_router: bool  # experts are chosen and weighted by sigmoids of their logits, not by a softmax
     norm_topk_prob: bool  # the weights of a token's experts add up to 1
+    routed_scaling_factor: float  # and are then multiplied by this
     vocab_size: int
     context_length: int  # tokens the model was trained for
     norm_eps: float
@@ -140,6 +143,7 @@ class ModelConfig:
     post_norms: bool
     parallel_block: bool  # attention and feed-forward read the same norm and are added together
     qk_norm: str  # "", "head", "heads" or "row"; see Architecture
+    qk_norm_after_rope: bool
     embedding_scale: float
     residual_scale: float  # of what a branch adds to the residual stream
     logit_scale: float
@@ -166,13 +170,12 @@ class ModelConfig:
         return _Reader(gguf, max_model_len).model_config()
 
 
-class _Reader:
-    """Reads the keys of one file's architecture, each checked against its limits and the tensors' shapes."""
+class _Reader(ArchitectureKeys):
+    """Makes a ModelConfig of the keys of one file's architecture, also checked against the tensors' shapes."""
 
     def __init__(self, gguf: GGUFFile, max_model_len: int | None):
-        self.gguf = gguf
+        super().__init__(gguf)
         self.max_model_len = max_model_len
-        self.architecture = gguf.architecture
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(sorted(ARCHITECTURES))
             raise GGUFError(
@@ -180,53 +183,11 @@ class _Reader:
                 f"supported: {known}"
             )
 
-    def fail(self, key: str, problem: str) -> GGUFError:
-        return GGUFError(f"{self.gguf.path}: {self.architecture}.{key}: {problem}")
-
-    def integer(self, key: str, default: int | None = None, low: int = 1, high: int = _MAX_POSITION) -> int:
-        value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, np.ndarray):  # one value a layer: the same for all, or not one shape
-            layers = self.integer("block_count", high=10_000) if key != "block_count" else 0
-            if value.size != layers or value.dtype.kind not in "iu" or np.unique(value).size != 1:
-                raise self.fail(
-                    key, f"{value.size} values, expected one integer or one for each layer, all equal"
-                )
-            value = int(value[0])
-        if value is None:
-            raise self.fail(key, f"missing, expected an integer between {low} and {high}")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.fail(key, f"expected an integer, not {reprlib.repr(value)}")
-        if not low <= value <= high:
-            raise self.fail(key, f"{value} is not between {low} and {high}")
-        return value
-
-    def number(self, key: str, default: float | None = None, low: float | None = None) -> float:
-        """A number that float32 holds: from `low` on, or above 0 and such that float32 holds its inverse too."""
-        value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
-        if value is None:
-            raise self.fail(key, "missing")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.fail(key, f"expected a number, not {reprlib.repr(value)}")
-        tiny = float(_FLOAT32.tiny)
-        least, most = (tiny, 1 / tiny) if low is None else (low, float(_FLOAT32.max))
-        if not least <= value <= most:
-            raise self.fail(key, f"{value} is not between {least:g} and {most:g}")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
-        if not isinstance(value, bool):
-            raise self.fail(key, f"expected true or false, not {reprlib.repr(value)}")
-        return value
-
-    def rows(self, tensor: str) -> int:
-        """Output size of a matrix, and 0 where it is missing: loading it will say so."""
-        found = self.gguf.tensors.get(f"{tensor}.weight")
-        return found.shape[0] if found is not None and len(found.shape) == 2 else 0
-
     def model_config(self) -> ModelConfig:
         family = ARCHITECTURES[self.architecture]
-        num_layers = self.integer("block_count", high=10_000)
+        num_blocks = self.integer("block_count", high=10_000)
+        # The last layers of some files predict tokens further ahead, and no answer needs them.
+        num_layers = num_blocks - self.integer("nextn_predict_layers", default=0, low=0, high=num_blocks - 1)
         hidden_size = self.integer("embedding_length", high=2**20)
         num_heads = self.integer("attention.head_count", high=2**16)
         num_kv_heads = self.integer("attention.head_count_kv", default=num_heads, high=2**16)
@@ -241,10 +202,13 @@ class _Reader:
             )
         head_dim = self.integer("attention.key_length", default=hidden_size // num_heads, high=4096)
         value_dim = self.integer("attention.value_length", default=head_dim, high=4096)
-        num_experts = self.num_experts(family)
-        experts = self.experts(num_experts)
-        intermediate_size = 0 if num_experts else self.integer("feed_forward_length", high=2**24)
-        context_length = min(self.integer("context_length", high=2**63), _MAX_POSITION)
+        num_dense = self.integer("leading_dense_block_count", default=0, low=0, high=num_layers - 1)
+        num_experts = self.num_experts(family, num_dense)
+        experts = self.experts(family, num_experts, num_dense)
+        intermediate_size = (
+            0 if num_experts and not num_dense else self.integer("feed_forward_length", high=2**24)
+        )
+        context_length = min(self.integer("context_length", high=2**63), MAX_POSITION)
         if num_heads % num_kv_heads:
             raise self.fail(
                 "attention.head_count_kv", f"{num_kv_heads} does not divide the {num_heads} query heads"
@@ -264,18 +228,17 @@ class _Reader:
                     f"{value} does not fit {tensor}.weight, which has {self.rows(tensor)} rows, not {rows}",
                 )
         blocks = {int(name.split(".")[1]) for name in self.gguf.tensors if re.match(r"blk\.\d+\.", name)}
-        if blocks and max(blocks) + 1 != num_layers:
+        if blocks and max(blocks) + 1 not in (num_layers, num_blocks):
             raise self.fail(
-                "block_count", f"{num_layers} layers, but the file has tensors for {max(blocks) + 1}"
+                "block_count", f"{num_blocks} layers, but the file has tensors for {max(blocks) + 1}"
             )
         self.refuse_unknown_ways(family)
         query_dim = hidden_size // num_heads if num_layers == family.wide_query_layers else head_dim
         rope_tables, layers = self.layers(family, num_layers, head_dim)
         parallel_block = family.parallel_block and "blk.0.ffn_norm.weight" not in self.gguf.tensors
-        qk_norm = family.qk_norm
-        if qk_norm == "heads" and "blk.0.attn_q_norm.weight" not in self.gguf.tensors:
-            qk_norm = ""
-        logit_scale = self.number("logit_scale", 1.0)
+        has_qk_norm = not family.qk_norm_optional or "blk.0.attn_q_norm.weight" in self.gguf.tensors
+        default_scale = None if family.scales_given else 1.0
+        logit_scale = self.number("logit_scale", default_scale)
         norm = "layer_norm" if family.layer_norm else "layer_norm_rms"
         return ModelConfig(
             architecture=self.architecture,
@@ -287,7 +250,7 @@ class _Reader:
             intermediate_size=intermediate_size,
             num_experts=num_experts,
             **experts,
-            norm_topk_prob=bool(family.norm_topk_prob),
+            sigmoid_router=family.sigmoid_router,
             vocab_size=self.vocab_size(),
             context_length=context_length,
             norm_eps=self.number(f"attention.{norm}_epsilon"),
@@ -297,28 +260,31 @@ class _Reader:
             ffn_norm=family.ffn_norm,
             post_norms=family.post_norms,
             parallel_block=parallel_block,
-            qk_norm=qk_norm,
+            qk_norm=family.qk_norm if has_qk_norm else "",
+            qk_norm_after_rope=family.qk_norm_after_rope,
             embedding_scale=self.number(
-                "embedding_scale", math.sqrt(hidden_size) if family.scaled_embedding else 1.0
+                "embedding_scale", math.sqrt(hidden_size) if family.scaled_embedding else default_scale
             ),
-            residual_scale=self.number("residual_scale", 1.0),
+            residual_scale=self.number("residual_scale", default_scale),
             logit_scale=1.0 / logit_scale if family.divided_logits else logit_scale,
             logit_soft_cap=self.number("final_logit_softcapping", family.logit_soft_cap, low=0.0),
             attention_scale=self.number("attention.scale", 1.0 / math.sqrt(query_dim)),
             attention_soft_cap=self.number("attn_logit_softcapping", family.attention_soft_cap, low=0.0),
             attn_sinks=family.attn_sinks,
             attention_temperature=self.attention_temperature(rope_tables, layers, head_dim),
-            rope_interleaved=family.rope_interleaved,
+            rope_interleaved=not self.has_mrope(family) and family.rope_interleaved,
             rope_tables=rope_tables,
             layers=layers,
             pooling=self.integer("pooling_type", default=0, low=0, high=2**31 - 1) or _MEAN_POOLING,
         )
 
-    def num_experts(self, family: Architecture) -> int:
+    def num_experts(self, family: Architecture, num_dense: int) -> int:
         count = self.integer("expert_count", default=0, low=0, high=_MAX_EXPERTS)
+        router = f"blk.{num_dense}.ffn_gate_inp"
+        if family.norm_topk_prob is None and count == 1 and not self.rows(router):
+            return 0  # a dense network: what some files call a mixture of one
         if count and family.norm_topk_prob is None:
             raise self.fail("expert_count", f"{count}, but mixtures of experts are not supported here")
-        router = "blk.0.ffn_gate_inp"
         if self.rows(router) not in (0, count):
             given = count if "expert_count" in self.keys() else "missing, which means 0,"
             raise self.fail(
@@ -326,34 +292,63 @@ class _Reader:
             )
         return count
 
-    def experts(self, num_experts: int) -> dict[str, int]:
-        """Sizes of a mixture of experts, zeros where there is none."""
-        names = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+    def experts(self, family: Architecture, num_experts: int, num_dense: int) -> dict[str, Any]:
+        """What there is to say of a mixture of experts, zeros where there is none."""
+        names = (
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "first_k_dense_replace",
+            "norm_topk_prob",
+            "routed_scaling_factor",
+        )
         if not num_experts:
-            return dict.fromkeys(names, 0)
-        experts = self.gguf.tensors.get("blk.0.ffn_up_exps.weight")
+            return dict(zip(names, (0, 0, 0, 0, False, 1.0), strict=True))
+        experts = self.gguf.tensors.get(f"blk.{num_dense}.ffn_up_exps.weight")
         size = experts.shape[-2] if experts is not None and len(experts.shape) == 3 else None
         default = size or self.integer("feed_forward_length", high=2**24)
-        shared = self.rows("blk.0.ffn_up_shexp")
+        shared = self.rows(f"blk.{num_dense}.ffn_up_shexp")
         values = (
             self.integer("expert_used_count", high=num_experts),
             self.integer("expert_feed_forward_length", default=default, high=2**24),
             self.integer("expert_shared_feed_forward_length", default=shared, low=0, high=2**24),
+            num_dense,
+            self.boolean("expert_weights_norm", bool(family.norm_topk_prob)),
+            self.number("expert_weights_scale", 1.0),
         )
         return dict(zip(names, values, strict=True))
 
     def refuse_unknown_ways(self, family: Architecture) -> None:
         """Refuses keys that change what the model computes in ways that are not built."""
-        usual_values = {**_USUAL_VALUES, "expert_weights_norm": bool(family.norm_topk_prob)}
+        usual_values: dict[str, float | None] = {
+            **_USUAL_VALUES,
+            "expert_gating_func": _SIGMOID if family.sigmoid_router else _SOFTMAX,
+        }
+        if not family.router_keys:
+            usual_values |= {
+                "expert_weights_norm": bool(family.norm_topk_prob),
+                "expert_weights_scale": 1.0,
+            }
+        if not family.mrope:
+            usual_values["rope.dimension_sections"] = None
         for key, usual in usual_values.items():
             value = self.gguf.metadata.get(f"{self.architecture}.{key}", usual)
             if value is not usual and (not isinstance(value, (bool, int, float)) or value != usual):
                 supported = "" if usual is None else f"; supported: {usual}"
                 raise self.fail(key, f"{reprlib.repr(value)} is not supported{supported}")
 
-    def keys(self) -> set[str]:
-        prefix = f"{self.architecture}."
-        return {key[len(prefix) :] for key in self.gguf.metadata if key.startswith(prefix)}
+    def has_mrope(self, family: Architecture) -> bool:
+        """Whether RoPE takes a position of several dimensions, which are all the same in text. arXiv:2409.12191"""
+        key = "rope.dimension_sections"
+        sections = self.gguf.metadata.get(f"{self.architecture}.{key}")
+        if not family.mrope or sections is None:
+            return False
+        values = sections.tolist() if isinstance(sections, np.ndarray) else []
+        are_sizes = len(values) in (3, 4) and all(isinstance(v, int) and v >= 0 for v in values)
+        if not are_sizes or any(values[3:]):
+            shown = reprlib.repr(values or sections)
+            raise self.fail(key, f"{shown} is not supported; supported: the sizes of three sections")
+        return bool(values[0] and values[1])
 
     def vocab_size(self) -> int:
         rows = self.rows("token_embd")
@@ -364,6 +359,7 @@ class _Reader:
             raise GGUFError(
                 f"{self.gguf.path}: tokenizer.ggml.tokens: {len(tokens)} tokens, but token_embd.weight has {rows} rows"
             )
+        self.integer("vocab_size", default=rows)  # of no use, but no reason to take what is no number
         return rows
 
     def layers(
@@ -447,7 +443,7 @@ class _Reader:
         whole = all(table >= 0 and 2 * len(tables[table].inv_freq) == head_dim for table, _ in layers)
         if scale and not whole:
             raise self.fail(key, "is not supported where RoPE leaves out layers or elements of a head")
-        return scale, min(self.original_context_length(), _MAX_POSITION)
+        return scale, min(self.original_context_length(), MAX_POSITION)
 
     def original_context_length(self) -> int:
         """Tokens the model was trained for before RoPE was stretched."""
@@ -474,7 +470,7 @@ class _Reader:
                 f"expected F32 of shape {(dim // 2,)}"
             )
         factors = tensor.data.view("<f4").astype(np.float64)
-        least, most = float(_FLOAT32.tiny), float(1 / _FLOAT32.tiny)
+        least, most = float(FLOAT32.tiny), float(1 / FLOAT32.tiny)
         wrong = factors[~((least <= factors) & (factors <= most))]
         if wrong.size:
             raise GGUFError(f"{self.gguf.path}: {name}: {wrong[0]:g} is not between {least:g} and {most:g}")

@@ -260,7 +260,7 @@ def _memory(device: _core.Backend, config: EngineConfig) -> tuple[int, int]:
 
 def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dtype: str) -> _core.Model:
     """Hands the file's tensors to the backend, and gives their pages back as they are packed."""
-    unused = {name for name in gguf.tensors if not _is_read_elsewhere(name)}
+    unused = {name for name in gguf.tensors if not _is_read_elsewhere(name, config)}
     dequantized: dict[str, NDArray[np.float32]] = {}  # tensors the backend has not packed to their end
     if dtype == "float32":
         needed = 4 * sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
@@ -314,28 +314,36 @@ def _load_model(backend: _core.Backend, gguf: GGUFFile, config: ModelConfig, dty
             f"{gguf.path}: {printable(name)}{more}: {config.architecture} models with such a tensor are not "
             f"supported; supported: {printable(known)}"
         )
-    _check_layers_alike(gguf)
+    _check_layers_alike(gguf, config)
     return model
 
 
-def _check_layers_alike(gguf: GGUFFile) -> None:
+def _check_layers_alike(gguf: GGUFFile, config: ModelConfig) -> None:
     """A bias or a gate that other layers have is missing, not absent: without it every answer would be wrong."""
     layers: dict[int, set[str]] = {}
+    networks: dict[bool, set[str]] = {False: set(), True: set()}  # tensors of dense layers, and of the others
+    names: set[str] = set()
     for name in gguf.tensors:
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-        if match and not _is_read_elsewhere(name):
-            layers.setdefault(int(match[1]), set()).add(match[2])
-    names = set().union(*layers.values())
+        if match and not _is_read_elsewhere(name, config):
+            layer = int(match[1])
+            layers.setdefault(layer, set()).add(match[2])
+            is_network = re.match(r"ffn_(gate|up|down)|exp_probs", match[2])
+            (networks[layer < config.first_k_dense_replace] if is_network else names).add(match[2])
     for layer, found in sorted(layers.items()):
-        if found != names:
-            name = f"blk.{layer}.{min(names - found)}"
+        missing = (names | networks[layer < config.first_k_dense_replace]) - found
+        if missing:
+            name = f"blk.{layer}.{min(missing)}"
             raise GGUFError(f"{gguf.path}: {printable(name)}: tensor is missing, other layers have one")
     if "attn_norm.bias" in names and "output_norm.bias" not in gguf.tensors:
         raise GGUFError(f"{gguf.path}: output_norm.bias: tensor is missing, the layers' norms have one")
 
 
-def _is_read_elsewhere(name: str) -> bool:
-    """Whether a tensor is part of the config, or says nothing that the config does not."""
+def _is_read_elsewhere(name: str, config: ModelConfig) -> bool:
+    """Whether a tensor is part of the config, or says nothing of the next token that the config does not."""
+    block = re.match(r"blk\.(\d+)\.", name)
+    if block is not None and int(block[1]) >= config.num_layers:
+        return True  # of a layer that predicts tokens further ahead
     return (
         re.fullmatch(
             r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd\.weight",

@@ -133,7 +133,7 @@ def test_unknown_architecture_is_named_with_the_known_ones(tmp_path: Path) -> No
     gguf.metadata["general.architecture"] = "nope"
     with pytest.raises(
         GGUFError,
-        match=r"general\.architecture: 'nope' is not supported; supported: cohere2, .* llama, .*qwen2",
+        match=r"general\.architecture: 'nope' is not supported; supported: arcee, .* llama, .*qwen2",
     ):
         ModelConfig.from_gguf(gguf)
 

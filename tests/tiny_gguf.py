@@ -37,7 +37,7 @@ class Family(NamedTuple):
     qk_norm: str = (
         ""  # weights of "head": one for each head alike, "heads": for each its own, "row": for all together
     )
-    fused: bool = False  # query, key and value in one matrix, gate and up in one
+    fused: tuple[str, ...] = ()  # "attn_qkv": query, key and value in one matrix; "ffn_up": gate and up
     gated: bool = True
     biases: tuple[str, ...] = ()  # matrices that have one
     scaled_embedding: bool = False
@@ -46,6 +46,9 @@ class Family(NamedTuple):
     experts_per_token: int = 2
     shared_experts: int = 0  # so many times the size of the others
     shared_gate: bool = False
+    router_bias: bool = False
+    dense_layers: int = 0  # before the mixtures
+    nextn_layers: int = 0  # behind the others, for tokens further ahead
     expert_keys: tuple[str, ...] = ()  # sizes of experts that the files give, of EXPERT_KEYS
     keys: Mapping[str, object] = {}  # behind the architecture's name
 
@@ -53,10 +56,52 @@ class Family(NamedTuple):
 EXPERT_KEYS = ("expert_feed_forward_length", "expert_shared_feed_forward_length")
 _EPS = "layer_norm_epsilon"
 _ATTN = ("attn_q", "attn_k", "attn_v", "attn_output")
+_FUSED = ("attn_qkv", "ffn_up")
 _GRANITE_KEYS = {"attention.scale": 0.5, "embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 3.0}
+_GLM = {"rope.dimension_count": 8}
+_SECTIONS = {"rope.dimension_sections": [2, 3, 3, 0]}
+_INTERLEAVED_SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
+_DENSE_FIRST = {"leading_dense_block_count": 1}
+_SHARED = {"expert_shared_count": 1}
+_SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
 FAMILIES = {
+    "arcee": Family(gated=False),
+    "bailingmoe": Family(
+        num_experts=6,
+        shared_experts=2,
+        expert_keys=EXPERT_KEYS[:1],
+        keys={"expert_shared_count": 2, "expert_weights_norm": True, "expert_weights_scale": 1.0},
+    ),
+    "chatglm": Family(fused=_FUSED, biases=("attn_qkv",), keys=_GLM),
     "cohere2": Family(eps_key=_EPS, ffn_norm="", keys={"logit_scale": 0.25, "attention.sliding_window": 12}),
     "command-r": Family(eps_key=_EPS, ffn_norm="", keys={"logit_scale": 0.0625}),
+    "deepseek": Family(
+        num_experts=6,
+        shared_experts=2,
+        expert_keys=EXPERT_KEYS[:1],
+        dense_layers=1,
+        keys={"expert_shared_count": 2, **_DENSE_FIRST},
+    ),
+    "dots1": Family(
+        qk_norm="head",
+        num_experts=7,
+        experts_per_token=3,
+        shared_experts=1,
+        router_bias=True,
+        expert_keys=EXPERT_KEYS[:1],
+        dense_layers=1,
+        keys={**_SHARED, **_DENSE_FIRST, **_SIGMOID},
+    ),
+    "ernie4_5": Family(),
+    "ernie4_5-moe": Family(
+        num_experts=7,
+        experts_per_token=3,
+        shared_experts=2,
+        router_bias=True,
+        expert_keys=EXPERT_KEYS,
+        dense_layers=1,
+        keys={"expert_shared_count": 2, "interleave_moe_layer_step": 1, **_DENSE_FIRST},
+    ),
     "exaone": Family(),
     "exaone4": Family(attn_norm=False, ffn_norm="", post_norms=True, qk_norm="head"),
     "gemma": Family(scaled_embedding=True),
@@ -70,6 +115,19 @@ FAMILIES = {
         },
     ),
     "gemma3": Family(post_norms=True, qk_norm="head", scaled_embedding=True),
+    "glm4": Family(post_norms=True, fused=_FUSED[1:], biases=_ATTN[:3], keys=_GLM),
+    "glm4moe": Family(
+        ffn_norm="post_attention_norm",
+        biases=_ATTN[:3],
+        num_experts=7,
+        experts_per_token=3,
+        shared_experts=1,
+        router_bias=True,
+        expert_keys=EXPERT_KEYS[:1],
+        dense_layers=1,
+        nextn_layers=1,
+        keys={"nextn_predict_layers": 1, **_GLM, **_SHARED, **_DENSE_FIRST, **_SIGMOID},
+    ),
     "gpt-oss": Family(
         ffn_norm="post_attention_norm",
         biases=(*_ATTN, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
@@ -85,8 +143,21 @@ FAMILIES = {
     ),
     "granite": Family(keys=_GRANITE_KEYS),
     "granitemoe": Family(num_experts=5, keys=_GRANITE_KEYS),
+    "hunyuan-dense": Family(qk_norm="head"),
+    "hunyuan-moe": Family(
+        qk_norm="head", num_experts=6, shared_experts=1, expert_keys=EXPERT_KEYS, keys=_SHARED
+    ),
     "internlm2": Family(),
     "llama": Family(),
+    "minicpm": Family(keys={"embedding_scale": 6.0, "residual_scale": 0.4, "logit_scale": 3.0}),
+    "minimax-m2": Family(
+        qk_norm="row",
+        num_experts=7,
+        experts_per_token=3,
+        router_bias=True,
+        expert_keys=EXPERT_KEYS[:1],
+        keys={"expert_gating_func": 2, "rope.dimension_count": 8},
+    ),
     "mistral3": Family(
         keys={
             "attention.temperature_scale": 0.3,
@@ -97,15 +168,26 @@ FAMILIES = {
             "rope.scaling.yarn_log_multiplier": 0.5,
         }
     ),
+    "nemotron": Family(eps_key=_EPS, norm_bias=True, gated=False, keys={"rope.dimension_count": 8}),
     "olmo2": Family(attn_norm=False, ffn_norm="", post_norms=True, qk_norm="row"),
     "olmoe": Family(qk_norm="row", num_experts=8, experts_per_token=3),
-    "phi3": Family(fused=True),
+    "phi3": Family(fused=_FUSED),
     "qwen2": Family(biases=_ATTN[:3]),
     "qwen2moe": Family(
         biases=_ATTN[:3], num_experts=6, shared_experts=2, shared_gate=True, expert_keys=EXPERT_KEYS
     ),
+    "qwen2vl": Family(biases=_ATTN[:3], keys=_SECTIONS),
     "qwen3": Family(qk_norm="head"),
     "qwen3moe": Family(qk_norm="head", num_experts=7, experts_per_token=3, expert_keys=EXPERT_KEYS[:1]),
+    "qwen3vl": Family(qk_norm="head", keys={**_INTERLEAVED_SECTIONS, "n_deepstack_layers": 1}),
+    "qwen3vlmoe": Family(
+        qk_norm="head",
+        num_experts=7,
+        experts_per_token=3,
+        expert_keys=EXPERT_KEYS[:1],
+        keys=_INTERLEAVED_SECTIONS,
+    ),
+    "seed_oss": Family(ffn_norm="post_attention_norm", biases=_ATTN[:3]),
     "smollm3": Family(),
     "stablelm": Family(eps_key=_EPS, norm_bias=True),
     "starcoder2": Family(
@@ -210,6 +292,8 @@ def write_tiny_model(
         vector(f"{blk}.ffn_gate_inp.weight", (num, hidden), 0.0, ROUTER_SPREAD * hidden**-0.5)
         if "ffn_gate_inp" in family.biases:
             vector(f"{blk}.ffn_gate_inp.bias", num, 0.0, 0.3)
+        if family.router_bias:
+            vector(f"{blk}.exp_probs_b.bias", num, 0.0, 0.2)
         linear(f"{blk}.ffn_gate_exps", expert_ff, hidden, num=num)
         linear(f"{blk}.ffn_up_exps", expert_ff, hidden, num=num)
         linear(f"{blk}.ffn_down_exps", hidden, expert_ff, num=num)
@@ -233,11 +317,11 @@ def write_tiny_model(
         table = np.frombuffer(data, "<f4").reshape(shape).copy()
         table[poisoned_token, 3] = np.finfo(np.float32).max
         tensors.append((name, shape, kind, table.tobytes()))
-    for layer in range(layers):
+    for layer in range(layers + family.nextn_layers):
         blk = f"blk.{layer}"
         if family.attn_norm:
             norm(f"{blk}.attn_norm")
-        if family.fused:
+        if "attn_qkv" in family.fused:
             linear(f"{blk}.attn_qkv", q_size + 2 * kv_size, hidden, 2 * hidden**-0.5)
         else:
             for name, n in (("q", q_size), ("k", kv_size), ("v", kv_size)):
@@ -254,16 +338,21 @@ def write_tiny_model(
             vector(f"{blk}.attn_sinks.weight", heads, 0.0, 1.0)
         if family.ffn_norm:
             norm(f"{blk}.{family.ffn_norm}")
-        if family.num_experts:
+        if family.num_experts and layer >= family.dense_layers:
             mixture(blk)
         else:
-            if family.gated and not family.fused:
+            is_fused = "ffn_up" in family.fused
+            if family.gated and not is_fused:
                 linear(f"{blk}.ffn_gate", ff, hidden)
-            linear(f"{blk}.ffn_up", 2 * ff if family.fused else ff, hidden)
+            linear(f"{blk}.ffn_up", 2 * ff if is_fused else ff, hidden)
             linear(f"{blk}.ffn_down", hidden, ff)
         if family.post_norms:
             norm(f"{blk}.post_attention_norm")
             norm(f"{blk}.post_ffw_norm")
+        if layer >= layers:
+            matrix(f"{blk}.nextn.eh_proj.weight", hidden, 2 * hidden)
+            norm(f"{blk}.nextn.enorm")
+            norm(f"{blk}.nextn.hnorm")
     # Logits are a normalized x times this norm through the output matrix. The minus keeps tied embeddings
     # from answering every token with itself.
     gain = -LOGITS_SPREAD / (spread * math.sqrt(hidden)) if tied else LOGITS_SPREAD
@@ -278,10 +367,10 @@ def write_tiny_model(
     keys: dict[str, object] = {
         "general.architecture": arch,
         "general.name": f"tiny {arch}",
-        f"{arch}.block_count": layers,
+        f"{arch}.block_count": layers + family.nextn_layers,
         f"{arch}.context_length": context_length,
         f"{arch}.embedding_length": hidden,
-        f"{arch}.feed_forward_length": expert_ff if family.num_experts else ff,
+        f"{arch}.feed_forward_length": expert_ff if family.num_experts and not family.dense_layers else ff,
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": kv_heads,
         f"{arch}.attention.key_length": head_dim,
