@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from rvllm.harmony import CALL_END, CALL_START
+from rvllm.tool_xml import ARG_KEY, FUNCTION, INVOKE, XMLForm
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class ToolFormat:
     signs: texts of a chat template that tell of this form. starts: the marks. ends: marks that may follow, one or more.
     is_bare: an answer that is JSON from its first character on is a call as well, without a mark.
     name_pattern: matches what may come between the mark and the JSON, which then holds the arguments alone; its group
-    1 is the name. is_xml: calls are written <function=...>. id_length: letters and digits of a call's id; some
+    1 is the name. xml: how calls are written that are not JSON. id_length: letters and digits of a call's id; some
     templates insist on a length. keys: of a call's name and arguments in the JSON that its models write; id_key: of a
     number that may come before. named: what comes before and behind a name in front of its JSON, in Lark's syntax.
     """
@@ -26,7 +27,7 @@ class ToolFormat:
     ends: tuple[str, ...] = ()
     is_bare: bool = False
     name_pattern: re.Pattern[str] | None = None
-    is_xml: bool = False
+    xml: XMLForm | None = None
     id_length: int = 24
     keys: tuple[str, str] = ("name", "arguments")
     id_key: str | None = None
@@ -37,7 +38,7 @@ class ToolFormat:
         """Why calls cannot be held to a schema where a model need not write them; empty if they can."""
         if self.is_bare:
             return "need not begin with a mark"
-        if self.is_xml:
+        if self.xml is not None:
             return "are not written as JSON"
         if self.name_pattern is not None and self.named is None:
             return "are messages with headers of several kinds"
@@ -87,7 +88,24 @@ _ROWS = (
     ),
     ToolFormat("granite", ("<|tool_call|>",), ("<|tool_call|>", "<tool_call>"), ("</tool_call>",)),
     ToolFormat("phi4", ("<|tool|>",), ("<|tool_call|>",), ("<|/tool_call|>",)),
-    ToolFormat("qwen3_coder", ("<function=",), ("<tool_call>", "<function="), ("</tool_call>",), is_xml=True),
+    ToolFormat(
+        "seed_oss",
+        ("<seed:tool_call>",),
+        ("<seed:tool_call>", FUNCTION.start),
+        ("</seed:tool_call>",),
+        xml=FUNCTION,
+    ),
+    ToolFormat(
+        "qwen3_coder", (FUNCTION.start,), ("<tool_call>", FUNCTION.start), ("</tool_call>",), xml=FUNCTION
+    ),
+    ToolFormat(
+        "minimax",
+        ("<minimax:tool_call>",),
+        ("<minimax:tool_call>", INVOKE.start),
+        ("</minimax:tool_call>",),
+        xml=INVOKE,
+    ),
+    ToolFormat("glm", ("<arg_key>",), ("<tool_call>",), xml=ARG_KEY),
     HERMES,
     ToolFormat("llama3", ("<|python_tag|>", "ipython", '"parameters":'), ("<|python_tag|>",), is_bare=True),
     JSON,

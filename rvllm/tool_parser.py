@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from rvllm.reasoning_parser import held_back
 from rvllm.tool_formats import ToolFormat
-from rvllm.tool_xml import find_end, read_call
+from rvllm.tool_xml import XMLForm
 
 _SPACE = " \t\r\n"
 _JSON_CHARACTERS = frozenset('{}[],:+-."0123456789truefalsnE \t\r\n')  # that it is made of outside of strings
@@ -97,8 +97,8 @@ class ToolCallParser:
         is_marked = mark != ""
         while True:
             at = yield from self._skip(_SPACE)
-            if self._format.is_xml and is_marked:
-                end, calls = yield from self._xml_call(at, mark)
+            if self._format.xml is not None and is_marked:
+                end, calls = yield from self._xml_call(self._format.xml, at, mark)
             else:
                 end, calls = yield from self._json_calls(at, is_marked)
             if not calls:
@@ -137,11 +137,13 @@ class ToolCallParser:
         end = scan.end or 0
         return end, self._read(self._held[at:end], name, is_marked)
 
-    def _xml_call(self, at: int, mark: str) -> Generator[None, None, tuple[int, list[tuple[str, str]]]]:
-        """As _json_calls(), of <function=...>; the mark may be its beginning."""
-        while (end := find_end(self._held, at, mark)) is None and not self._is_final:
+    def _xml_call(
+        self, form: XMLForm, at: int, mark: str
+    ) -> Generator[None, None, tuple[int, list[tuple[str, str]]]]:
+        """As _json_calls(), of a call in XML; the mark may be its beginning."""
+        while (end := form.find_end(self._held, at, mark)) is None and not self._is_final:
             yield
-        call = read_call(mark + self._held[at:end], self._tools) if end else None
+        call = form.read_call(self._held[at:end], self._tools) if end else None
         return (end or 0), ([] if call is None else [call])
 
     def _take_ends(self) -> Generator[None, None, bool]:

@@ -34,6 +34,7 @@ FAMILIES = {
     "gemma": Family(refuses=("system", *ALTERNATE)),
     "gemma2": Family(refuses=("system", *ALTERNATE)),
     "gemma3": Family(refuses=ALTERNATE),
+    "glm4.6": Family("glm", "think"),
     "gpt-oss": Family("harmony", "harmony"),
     "granite3.0": Family("granite"),
     "granite3.3": Family("granite", "granite"),
@@ -43,6 +44,7 @@ FAMILIES = {
     "llama3": Family(),
     "llama3.1": Family("llama3"),
     "llama3.2": Family("llama3"),
+    "minimax-m2": Family("minimax", "think"),
     "ministral3-reasoning": Family("mistral", "mistral"),
     "mistral-nemo": Family("mistral"),
     "mistral-small3.2": Family("mistral"),
@@ -57,6 +59,7 @@ FAMILIES = {
     "qwen2.5": Family(),
     "qwen3": Family(reasoning="think"),
     "qwen3-coder": Family("qwen3_coder"),
+    "seed-oss": Family("seed_oss", "seed"),
     "smollm2": Family(),
     "smollm3": Family(reasoning="think"),
     "stablelm-zephyr": Family(),
@@ -103,6 +106,7 @@ def template_of(name: str) -> ChatTemplate:
 
 CONTROL_TEXT = re.compile(
     r"<[|\uff5c][\w\u2581]+[|\uff5c]>|\[/?[A-Z_]+\]|</?(?:start|end)_of_turn>|<</?SYS>>|\[\|\w+\|\]"
+    r"|</?seed:\w+>|\[gMASK\]|<sop>|\]~!b\[|\]~b\]|\[e~\["
 )
 
 
@@ -137,6 +141,11 @@ WRITTEN_CALLS = {
     "phi4": f"<|tool_call|>[{OBJECT}]<|/tool_call|>",
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n"
     "</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich</parameter>\n</function>\n"
+    "</seed:tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="get_weather"><parameter name="city">Zürich</parameter>\n'
+    "</invoke>\n</minimax:tool_call>",
+    "glm": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>",
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
     f"{ARGUMENTS}}}\n]<|END_ACTION|>",
     "deepseek": f"{CALLS_BEGIN}function{SPLIT}get_weather\n```json\n{ARGUMENTS}\n```{CALLS_END}",
@@ -149,6 +158,7 @@ WRITTEN_THOUGHTS = {
     "think": "<think>\nhm\n</think>\n\nFine.",
     "granite": "<think>hm</think>\n<response>Fine.</response>",
     "mistral": "[THINK]hm[/THINK]Fine.",
+    "seed": "<seed:think>hm</seed:think>Fine.",
     "cohere": "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Fine.<|END_RESPONSE|>",
     "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Fine.",
 }

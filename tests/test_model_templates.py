@@ -52,7 +52,9 @@ def hugging_face_template(name: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda x, indent=None: json.dumps(x, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = lambda x, ensure_ascii=False, indent=None: json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent
+    )
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": day}
     return environment.from_string(template_of(name).source)
 
@@ -190,7 +192,7 @@ def test_calls_and_thoughts_are_read(name: str) -> None:
 
 # Templates whose rendering of a call, from the generation prompt on, is what the model would have written.
 SHOW_A_CALL = {
-    *("command-r7b", "deepseek-r1-distill-llama", "gpt-oss", "granite4.0", "llama3.1", "llama3.2"),
+    *("command-r7b", "deepseek-r1-distill-llama", "glm4.6", "gpt-oss", "granite4.0", "llama3.1", "llama3.2"),
     *(
         "ministral3-reasoning",
         "mistral-nemo",
@@ -199,6 +201,7 @@ SHOW_A_CALL = {
         "qwen2.5",
         "qwen3",
         "qwen3-coder",
+        "seed-oss",
     ),
 }
 
@@ -215,7 +218,15 @@ def test_a_rendered_call_is_read_as_that_call(name: str) -> None:
     if not shows:
         return
     written = text[len(prompt.removesuffix(prefix)) :].strip()
-    for end in (EOS, "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|END_OF_TURN_TOKEN|>", "<|call|>"):
+    for end in (
+        EOS,
+        "<seed:eos>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|end_of_text|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|call|>",
+    ):
         written = written.removesuffix(end)
     form = turn(name, messages=[USER], **options)
     if prefix:

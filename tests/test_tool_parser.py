@@ -99,6 +99,29 @@ CASES: list[tuple[str, str, list[Item]]] = [
         ],
     ),
     ("qwen3_coder", "<tool_call><function=g></function></tool_call> ok", [(0, "g", {}), "ok"]),
+    (
+        "seed_oss",
+        "Hm.\n<seed:tool_call>\n<function=f>\n<parameter=a>12</parameter>\n<parameter=b>x\ny</parameter>\n</function>\n"
+        "</seed:tool_call><seed:tool_call>\n<function=g>\n</function>\n</seed:tool_call>",
+        ["Hm.", (0, "f", {"a": 12, "b": "x\ny"}), (1, "g", {})],
+    ),
+    (
+        "minimax",
+        'Hm.\n<minimax:tool_call>\n<invoke name="f"><parameter name="a">12</parameter>\n'
+        '<parameter name="b">\n1 < 2</parameter>\n</invoke>\n<invoke name="g"></invoke>\n</minimax:tool_call>',
+        ["Hm.", (0, "f", {"a": 12, "b": "\n1 < 2"}), (1, "g", {})],
+    ),
+    (
+        "glm",
+        "Hm.\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>12</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>\n</tool_call>\n1 < 2</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>",
+        ["Hm.", (0, "f", {"a": 12, "b": "\n</tool_call>\n1 < 2"}), (1, "g", {})],
+    ),
+    (
+        "glm",
+        "<tool_call>g<arg_key>x y</arg_key><arg_value>1</arg_value></tool_call>.",
+        [(0, "g", {"x y": "1"}), "."],
+    ),
     ("json", f"[{call()}, {call('g')}]", [(0, "f", {}), (1, "g", {})]),
     ("json", '{"name": "f", "arguments": "{\\"a\\": 1}"}', [(0, "f", {"a": 1})]),
     ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', [(0, "f", {"a": 1})]),
@@ -128,6 +151,12 @@ NO_CALLS = [
     ("deepseek", f"{CALLS}{CALL}{SEP}"),
     ("cohere", "<|START_ACTION|>[{}]<|END_ACTION|>"),
     ("harmony", "to=functions.f {}"),
+    ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1"),
+    ("glm", "<tool_call>no call at all</tool_call>"),
+    ("glm", f"<tool_call>{call()}</tool_call>"),
+    ("glm", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>"),
+    ("minimax", '<minimax:tool_call>\n<invoke name="f"><parameter name="a">1</invoke></minimax:tool_call>'),
+    ("seed_oss", "<seed:tool_call>f()</seed:tool_call>"),
     ("harmony", "<|start|>assistant to=functions.f{}"),
     ("qwen3_coder", "<tool_call>{}</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1"),
