@@ -22,18 +22,15 @@ class Architecture(NamedTuple):
     attn_sinks: bool = False  # each head has one more score in its softmax, without a value
     # Of mixtures of experts: whether the weights of a token's experts add up to 1. None: there are no mixtures.
     norm_topk_prob: bool | None = None
-    sigmoid_router: bool = (
-        False  # experts are chosen and weighted by sigmoids of their logits, not by a softmax
-    )
+    sigmoid_router: bool = False  # experts are chosen and weighted by sigmoids, not by a softmax
     router_keys: bool = False  # the file may have expert_weights_norm and expert_weights_scale of its own
     attention_soft_cap: float = 0.0  # where the file has no attn_logit_softcapping
     logit_soft_cap: float = 0.0  # where the file has no final_logit_softcapping
     scaled_embedding: bool = False  # embeddings times sqrt(hidden_size)
     scales_given: bool = False  # the file must have embedding_scale, residual_scale and logit_scale
     divided_logits: bool = False  # logit_scale divides logits, instead of multiplying them
-    wide_query_layers: int = (
-        0  # this many layers: the width of a query head's input scales scores, not head_dim
-    )
+    # In models of this many layers the width of a query head's input scales scores, not head_dim.
+    wide_query_layers: int = 0
     window: int = 0  # tokens, where the file has no attention.sliding_window
     window_period: int = 0  # every such layer attends to everything; 0: each one through the window
     rope_interleaved: bool = False  # RoPE pairs (2i, 2i + 1) instead of (i, i + dim / 2)

@@ -48,26 +48,12 @@ LAYER_NORM = ("cohere2", "command-r", "nemotron", "stablelm", "starcoder2")
 RELU_SQR = ("arcee", "nemotron")
 # These files keep the rows of Q and K in pairs (2i, 2i + 1), unless they have sections of RoPE for images.
 INTERLEAVED_ROPE = (
-    *(
-        "arcee",
-        "bailingmoe",
-        "chatglm",
-        "cohere2",
-        "command-r",
-        "deepseek",
-        "ernie4_5",
-        "ernie4_5-moe",
-        "glm4",
-    ),
-    *(*GRANITES, "internlm2", "llama", "minicpm", "mistral3", "smollm3"),
-)
+    "arcee", "bailingmoe", "chatglm", "cohere2", "command-r", "deepseek", "ernie4_5", "ernie4_5-moe", "glm4",
+    *GRANITES, "internlm2", "llama", "minicpm", "mistral3", "smollm3",
+)  # fmt: skip
 QK_NORM_OF_ROWS = ("minimax-m2", "olmo2", "olmoe")  # one norm for all heads
 ROPE_FIRST = ("hunyuan-dense", "hunyuan-moe")  # norms of queries and keys come after it
-NORM_BETWEEN = (
-    "glm4moe",
-    "gpt-oss",
-    "seed_oss",
-)  # post_attention_norm is the one before the feed-forward network
+NORM_BETWEEN = ("glm4moe", "gpt-oss", "seed_oss")  # post_attention_norm precedes the feed-forward network
 SIGMOID_ROUTER = ("dots1", "glm4moe", "minimax-m2")
 PLAIN_WEIGHTS = ("bailingmoe", "deepseek", "dots1", "glm4moe", "olmoe", "qwen2moe")  # do not add up to 1
 PARALLEL = ("cohere2", "command-r", "stablelm")  # where a layer has no ffn_norm
