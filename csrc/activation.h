@@ -3,7 +3,8 @@
 
 namespace rvllm {
 
-// Gated forms take gate and up, [2 K] to [K]: act(gate) * up (arXiv:2002.05202). The others take [K] to [K].
+// Gated forms, which come first, take gate and up, [2 K] to [K]: act(gate) * up (arXiv:2002.05202). The others take [K]
+// to [K].
 enum class Activation {
   kSiluGated,
   kGeluGated,   // gelu: the tanh form (arXiv:1606.08415)

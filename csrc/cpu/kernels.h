@@ -106,7 +106,7 @@ struct AttentionPart {
   float* values;   // [rows, padded_head_dim(D)]
 };
 
-// One token's router. The scores of all experts are left where the logits were.
+// One token's router. Where they are sigmoids or have a bias, the scores of all experts are left in the logits' place.
 struct RouteArgs {
   float* logits;      // [E]
   const float* bias;  // [E] or null
