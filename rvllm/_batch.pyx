@@ -56,7 +56,9 @@ def fill(list scheduled, int block_size):
         scores = request.prompt_logprobs
         if scores is not None:
             num_best = request.params.prompt_logprobs
-            for position in range(max(start, <int>len(scores) - 1), min(start + count, <int>request.num_prompt_tokens - 1)):
+            for position in range(
+                max(start, <int>len(scores) - 1), min(start + count, <int>request.num_prompt_tokens - 1)
+            ):
                 logits_indices.append(t - count + position - start)
                 requests.append(request)
                 readers.append((token_ids[position + 1], num_best))

@@ -30,7 +30,8 @@ cp "$work/cmake/bin/llama-server" "$folder/llama-server"
 check() {
   if has "$1"; then
     count=$(objdump -d "$folder/llama-server" | grep -c -e "$2" || true)
-    [ "$count" -gt 0 ] || { echo "llama-server has no $2, and this processor has $1: use a newer compiler" >&2; exit 1; }
+    [ "$count" -gt 0 ] ||
+      { echo "llama-server has no $2, and this processor has $1: use a newer compiler" >&2; exit 1; }
     echo "$1: $count times $2"
   fi
 }

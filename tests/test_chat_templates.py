@@ -22,7 +22,8 @@ RENDERED = {
     "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yo</s>[INST] bye [/INST]",
     "mistral": "<s>[INST] S\n\nhi [/INST] yo</s>[INST] bye [/INST]",
     "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
-    "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nyo<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\nyo<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
     "gemma": "<s><start_of_turn>user\nS\n\nhi<end_of_turn>\n<start_of_turn>model\nyo<end_of_turn>\n"
     "<start_of_turn>user\nbye<end_of_turn>\n<start_of_turn>model\n",

@@ -75,7 +75,8 @@ CASES: list[tuple[str, str, list[Item]]] = [
     ("deepseek", f'{CALLS}function{SEP}f\n```json\n{{"a": 1}}\n```{END}{ALL_END}', [(0, "f", {"a": 1})]),
     (
         "deepseek",
-        f"Hm.\n\n{CALLS}function{SEP}f\n```json\n{{}}\n```{END}\n{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}",
+        f"Hm.\n\n{CALLS}function{SEP}f\n```json\n{{}}\n```{END}\n"
+        f"{CALL}function{SEP}g\n```json\n{{}}\n```{END}{ALL_END}",
         ["Hm.", (0, "f", {}), (1, "g", {})],
     ),
     ("deepseek", f"{CALLS}f{SEP}{{}}{END}{CALL}g{SEP}{{}}{END}{ALL_END}.", [(0, "f", {}), (1, "g", {}), "."]),
