@@ -11,7 +11,8 @@ from async_engines import ENDLESS, SHORT, Observer, collect, drive, running, unt
 from fake_engine import make_engine
 from fake_runner import FakeRunner, tokens_alone
 
-from rvllm.async_engine import AsyncEngine, EngineDeadError, EngineStoppedError
+from rvllm.async_engine import AsyncEngine
+from rvllm.engine_errors import EngineDeadError, EngineStoppedError
 from rvllm.request import RequestOutput
 from rvllm.sampling_params import SamplingParams
 

@@ -10,8 +10,9 @@ from async_engines import ENDLESS, SHORT, collect, drive, running, until
 from fake_engine import make_engine
 from fake_runner import tokens_alone
 
-from rvllm.async_engine import AsyncEngine, QueueFullError
+from rvllm.async_engine import AsyncEngine
 from rvllm.chat_template import ChatTemplate, ChatTemplateError, is_abandoned
+from rvllm.engine_errors import QueueFullError
 from rvllm.grammar_source import GrammarTrial
 from rvllm.sampling_params import SamplingParams
 from rvllm.structured_output import StructuredOutput
