@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import json
 import os
@@ -11,12 +13,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_run import Run
 from server_client import TEMPLATE
 from tiny_gguf import write_tiny_model
+
+from rvllm.server.batch import BatchRunner
+from rvllm.server.batch_file import BatchRequest
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES = "/v1/responses"
@@ -197,6 +203,31 @@ def test_a_killed_run_goes_on_and_gives_the_answers_of_one_go(
     output.unlink()
     assert Run(capsys, *options).status == 0
     assert bodies(output) == answers and answers.keys() == {f"r{i}" for i in range(60)}
+
+
+def test_a_worker_that_misses_its_cancellation_does_not_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = SimpleNamespace(max_num_seqs=1)
+    engine = SimpleNamespace(engine=SimpleNamespace(scheduler=scheduler), is_dead=False)
+    app: Any = SimpleNamespace(state=SimpleNamespace(model=SimpleNamespace(engine=engine)))
+    requests = [BatchRequest(custom_id=str(i), method="POST", url=COMPLETIONS, body={}) for i in range(1000)]
+    answers: list[dict[str, Any]] = []
+
+    async def ask(self: BatchRunner, request: BatchRequest) -> dict[str, Any]:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        return {"status_code": 200}
+
+    async def run() -> None:
+        task = asyncio.ensure_future(BatchRunner(app, None, answers.append).run(iter(requests)))
+        while len(answers) < 5:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(BatchRunner, "_ask", ask)
+    asyncio.run(run())
+    assert 5 <= len(answers) < 50
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

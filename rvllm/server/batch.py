@@ -32,6 +32,7 @@ class BatchRunner:
         self._app = app
         self._seed = seed
         self._on_answer = on_answer
+        self._is_over = False
 
     async def run(self, requests: Iterator[BatchRequest]) -> None:
         """Answers each request; those in flight are dropped when the task is cancelled.
@@ -46,8 +47,13 @@ class BatchRunner:
             for _ in range(2 * model.engine.engine.scheduler.max_num_seqs)
         ]
         try:
-            await asyncio.gather(*workers)
+            # Not gather(), which waits for all that it cancels: before Python 3.12, asyncio.wait_for() in a request may
+            # swallow a cancellation, and its worker would go on to the end.
+            done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            for worker in done:
+                worker.result()
         finally:
+            self._is_over = True
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
@@ -62,6 +68,8 @@ class BatchRunner:
                 if not _is_failed_step(response):
                     self._on_answer(output_entry(request.custom_id, response))
                     break
+            if self._is_over:
+                break
 
     async def _ask(self, request: BatchRequest) -> dict[str, Any]:
         body = request.body
