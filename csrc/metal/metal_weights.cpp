@@ -78,7 +78,6 @@ std::unique_ptr<MetalWeight> load_metal_weight(MetalDevice& device, ThreadPool& 
     offsets.push_back(bytes);
     bytes += num_experts * m.args.expert_bytes;
     weight->rows += m.args.rows;
-    weight->has_quantized |= m.format >= 0;
     weight->parts.push_back(m);
   }
   weight->bytes = bytes;

@@ -30,7 +30,6 @@ class MetalWeight final : public Weight {
  public:
   std::vector<MetalMatrix> parts;
   std::shared_ptr<void> memory, bias_memory;
-  bool has_quantized = false;
 
   const float* bias() const { return static_cast<const float*>(bias_memory.get()); }
 };
