@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What only a GPU can tell: builds in place, runs every test of the CUDA backend on the device and in the emulator,
-# compares the two, and measures; writes docs/gpu_results.md. Needs nvcc, Python with NumPy, pybind11, Cython, setuptools
-# and PyTorch (for its cuBLAS and its profiler), and no network. WHEELS names a folder with wheels of what else is missing:
-# pytest, iniconfig, pluggy, packaging, pygments, gguf, pyyaml, requests, tqdm, psutil, tokenizers, jinja2, markupsafe,
-# llguidance. Takes under 10 minutes with the default models; MODELS="shape:quant ..." names others.
+# compares the two, and measures; writes docs/gpu_results.md. Needs nvcc, Python with NumPy, pybind11, Cython,
+# setuptools and PyTorch (for its cuBLAS and its profiler), and no network. WHEELS names a folder with wheels of what
+# else is missing: pytest, iniconfig, pluggy, packaging, pygments, gguf, pyyaml, requests, tqdm, psutil, tokenizers,
+# jinja2, markupsafe, llguidance. Takes under 10 minutes with the default models; MODELS="shape:quant ..." names others.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-docs/gpu_results.md}
@@ -38,17 +38,22 @@ arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr
 commit=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)
 
 printf '=== build for sm_%s\n' "$arch"
-RVLLM_CUDA_ARCHS=$arch "$python" setup.py -q build_ext --inplace >"$work/build.log" 2>&1 || { tail -n 40 "$work/build.log"; exit 1; }
+RVLLM_CUDA_ARCHS=$arch "$python" setup.py -q build_ext --inplace >"$work/build.log" 2>&1 ||
+  { tail -n 40 "$work/build.log"; exit 1; }
 "$python" -c 'import rvllm._cuda' || exit 1
 
 ops=tests/emu/test_cuda_ops.py
 # Without tests/conftest.py, which needs more packages.
-run_tests() { "$python" -m pytest -q --noconftest -p no:cacheprovider "$@" 2>&1 | tail -n 15 | sed 's/^/    /'; return "${PIPESTATUS[0]}"; }
+run_tests() {
+  "$python" -m pytest -q --noconftest -p no:cacheprovider "$@" 2>&1 | tail -n 15 | sed 's/^/    /'
+  return "${PIPESTATUS[0]}"
+}
 few='gpu and (test_norm or test_rope or test_add or test_attention_sinks or (test_linear and Q4_K))'
 sanitize() {
   for tool in memcheck racecheck synccheck initcheck; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q --noconftest -p no:cacheprovider "$ops" -k "$few" \
-      >"$work/$tool.log" 2>&1 || { echo "- $tool: failed"; tail -n 20 "$work/$tool.log" >&2; return 1; }
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q --noconftest \
+      -p no:cacheprovider "$ops" -k "$few" >"$work/$tool.log" 2>&1 ||
+      { echo "- $tool: failed"; tail -n 20 "$work/$tool.log" >&2; return 1; }
     echo "- $tool: $(grep -a 'ERROR SUMMARY\|RACECHECK SUMMARY' "$work/$tool.log" | tail -n 1)"
   done
 }
@@ -75,7 +80,8 @@ for model in $models; do
 done
 part "Greedy tokens of random models, GPU against CPU" 150 "$python" scripts/gpu_report.py tokens "${files[@]}"
 left=$((585 - SECONDS))
-part "Speed" $((left > 60 ? left : 60)) "$python" scripts/gpu_report.py speed --seconds $((left > 90 ? left - 40 : 50)) "${files[@]}"
+seconds=$((left > 90 ? left - 40 : 50))
+part "Speed" $((left > 60 ? left : 60)) "$python" scripts/gpu_report.py speed --seconds "$seconds" "${files[@]}"
 
 {
   printf '# What the CUDA backend did on a GPU\n\n'
