@@ -108,6 +108,7 @@ class Backend {
                                                const std::vector<HostTensor>& biases) = 0;
   virtual std::unique_ptr<Weight> load_vector(const HostTensor& tensor) = 0;
   virtual std::unique_ptr<KVCache> alloc_kv_cache(const KVCacheSpec& spec) = 0;
+  // Of its blocks; more address space may be reserved.
   virtual size_t kv_cache_bytes(const KVCacheSpec& spec) const = 0;
 
   virtual void begin_step(const Batch& batch) = 0;  // the batch must outlive end_step
