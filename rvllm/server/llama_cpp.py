@@ -196,7 +196,7 @@ class LlamaAnswer:
                 for completion in output.outputs:
                     if completion.is_finished:
                         yield event(self.final(i, output, completion))
-                    elif completion.text or completion.logprobs:
+                    elif completion.token_ids or completion.text or completion.logprobs:
                         yield event(self._part(i, output, completion))
         except APIError as error:
             yield event(error.body)
