@@ -69,7 +69,7 @@ def operations() -> Iterator[Operation]:
         )
     eye = np.eye(1024, dtype=np.float32).tobytes()
     for name, value in ops.Activation.__members__.items():
-        width = 1024 if name == "gelu" else 2048
+        width = 1024 if name in ("gelu", "relu_sqr") else 2048
         yield Operation(
             f"activation {name}",
             lambda b, v=value, w=width: ops.activated_linear(
