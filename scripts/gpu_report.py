@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/emu"))
 
 from gguf import GGMLQuantizationType as GGMLType
 from random_weights import BLOCK_FIELDS, random_weights
+from reference import UNGATED
 
 from rvllm import LLM, SamplingParams, _core
 from rvllm._core import ops
@@ -69,7 +70,7 @@ def operations() -> Iterator[Operation]:
         )
     eye = np.eye(1024, dtype=np.float32).tobytes()
     for name, value in ops.Activation.__members__.items():
-        width = 1024 if name in ("gelu", "relu_sqr") else 2048
+        width = 1024 if name in UNGATED else 2048
         yield Operation(
             f"activation {name}",
             lambda b, v=value, w=width: ops.activated_linear(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from quant_reference import Array, decode, dequantize, fma, linear_int8, quantize_activations
 
 __all__ = [
+    "UNGATED",
     "Transformer",
     "attention",
     "decode",
@@ -155,6 +156,9 @@ def attention(
         scores = np.concatenate([scores, sink], axis=-1)
     weights = np.exp(log_softmax(scores))[..., : len(k)]
     return np.einsum("hts,shd->thd", weights, v)
+
+
+UNGATED = ("gelu", "relu_sqr")  # the activations of one vector; the others take gate and up
 
 
 def silu(x: Array) -> Float:

@@ -150,12 +150,11 @@ ACTIVATIONS = {
     "gelu": lambda x: reference.gelu(x[0]),
     "relu_sqr": lambda x: reference.relu_sqr(x[0]),
 }
-UNGATED = ("gelu", "relu_sqr")
 
 
 def activated(backend: _core.CpuBackend, x: Array, name: str) -> Array:
     """x through an activation, through a weight that adds only zeros to it."""
-    n = x.shape[1] // (1 if name in UNGATED else 2)
+    n = x.shape[1] // (1 if name in reference.UNGATED else 2)
     weight = np.eye(n, dtype=np.float32).tobytes()
     return ops.activated_linear(backend, int(GGMLType.F32), n, weight, x, getattr(ops.Activation, name))
 
@@ -166,7 +165,7 @@ def test_activation(backend: _core.CpuBackend, name: str) -> None:
         np.float32
     )
     up = normal(len(gate)) * 5
-    x = gate[None] if name in UNGATED else np.concatenate([gate, up])[None]
+    x = gate[None] if name in reference.UNGATED else np.concatenate([gate, up])[None]
     out = activated(backend, x, name)
     with np.errstate(over="ignore"):
         expected = ACTIVATIONS[name](np.stack([gate, up]))
@@ -186,7 +185,7 @@ def test_fused_linears_equal_their_parts(backend: _core.CpuBackend, name: str, r
         expected = ops.linear(backend, int(kind), n, weight, ops.norm(backend, x, *args))
         np.testing.assert_array_equal(ops.norm_linear(backend, int(kind), n, weight, x, *args), expected)
     for activation in ACTIVATIONS:
-        inner = x if activation in UNGATED else gate_up
+        inner = x if activation in reference.UNGATED else gate_up
         expected = ops.linear(backend, int(kind), n, weight, activated(backend, inner, activation))
         out = ops.activated_linear(backend, int(kind), n, weight, inner, getattr(ops.Activation, activation))
         np.testing.assert_array_equal(out, expected)

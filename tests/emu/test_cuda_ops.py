@@ -13,6 +13,7 @@ from devices import CPU, DEVICES, VARIANT, Device
 from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
 from random_weights import BLOCK_FIELDS, random_weights
+from reference import UNGATED
 from test_ops import KEPT, Step, hostile_activations, normal
 
 from rvllm import _core
@@ -222,15 +223,11 @@ def test_norm_linear(backend: Any, scalar: _core.CpuBackend, name: str, rows: in
 ACTIVATIONS = list(ops.Activation.__members__)
 
 
-def is_gated(name: str) -> bool:
-    return name.endswith("_gated") or name == "swiglu_oai"
-
-
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activated_linear(backend: Any, scalar: _core.CpuBackend, activation: str, rows: int) -> None:
     kind, weight = weight_of("Q8_0", 35, 288)
-    x = normal(rows, 288 * (1 + is_gated(activation))) * 4
+    x = normal(rows, 288 * (1 if activation in UNGATED else 2)) * 4
     args = kind, 35, weight, x, getattr(ops.Activation, activation)
     np.testing.assert_array_equal(ops.activated_linear(backend, *args), ops.activated_linear(scalar, *args))
 
@@ -240,7 +237,7 @@ def test_activated_linear(backend: Any, scalar: _core.CpuBackend, activation: st
 def test_activation(backend: Any, scalar: _core.CpuBackend, activation: str) -> None:
     """Through a weight of ones and zeros, which shows each element."""
     gate = np.concatenate([np.linspace(-100, 100, 251), [0.0, -0.0, 1e-30, -1e-30, 3e4, -3e4, 7.03]])
-    x = np.concatenate([gate, normal(len(gate)) * 5] if is_gated(activation) else [gate])[None]
+    x = np.concatenate([gate] if activation in UNGATED else [gate, normal(len(gate)) * 5])[None]
     eye = np.eye(len(gate), dtype=np.float32).tobytes()
     args = int(GGMLType.F32), len(gate), eye, x.astype(np.float32), getattr(ops.Activation, activation)
     np.testing.assert_array_equal(ops.activated_linear(backend, *args), ops.activated_linear(scalar, *args))
