@@ -37,8 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def worker(model: Path) -> Iterator[Any]:
+def make_worker(engine: str, model: Path) -> Any:
     options = {
         "model": str(model),
         "vocab_size": 260,
@@ -48,7 +47,12 @@ def worker(model: Path) -> Iterator[Any]:
         "load": {**LOAD, "batch_size": 4},
         "isa": None,
     }
-    worker = script.Worker(sys.executable, "rvllm", options)
+    return script.Worker(sys.executable, engine, options)
+
+
+@pytest.fixture
+def worker(model: Path) -> Iterator[Any]:
+    worker = make_worker("rvllm", model)
     yield worker
     worker.close()
 

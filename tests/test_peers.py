@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_engine import BatchEngine
-from test_compare import LOAD, script
+from test_compare import LOAD, make_worker, script
 from tiny_gguf import write_tiny_model
 
 TESTS = Path(__file__).resolve().parent
@@ -91,19 +91,6 @@ def test_contexts_are_computed_before_and_prefixes_shared(monkeypatch: pytest.Mo
 
 def test_answers_are_those_of_the_engine() -> None:
     assert FakePeer(THREE_STEPS).generate([1, 7], 4) == [8, 9, 10, 11]
-
-
-def make_worker(engine: str, model: Path) -> Any:
-    options = {
-        "model": str(model),
-        "vocab_size": 260,
-        "threads": 1,
-        "step_tokens": 64,
-        "seed": 0,
-        "load": {**LOAD, "batch_size": 4},
-        "isa": None,
-    }
-    return script.Worker(sys.executable, engine, options)
 
 
 @pytest.fixture(params=["vllm", "openvino"])
