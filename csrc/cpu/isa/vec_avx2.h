@@ -179,31 +179,12 @@ inline __m256i add_dot(__m256i sum, __m256i codes, __m256i x) {
 #endif
 }
 
-template <int Bits, int Groups, int R, class Group>
-inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
-  constexpr int kChains = R >= 4 ? 1 : 4 / R;  // independent sums, to hide the latency of vpdpbusd when rows are few
-  IVec sum[kChains][R];
-#pragma GCC unroll 8
-  for (int i = 0; i < kChains; ++i)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[i][r] = iset1(0);
-#pragma GCC unroll 8
-  for (int g = 0; g < Groups; ++g) {
-    const Bytes w = group(g);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const __m256i x = broadcast4(a + 32 * r + 4 * g);
-      IVec& s = sum[g % kChains][r];
-      s = {add_dot(s.lo, w.lo, x), add_dot(s.hi, w.hi, x)};
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    out[r] = sum[0][r];
-#pragma GCC unroll 8
-    for (int i = 1; i < kChains; ++i) out[r] = iadd(out[r], sum[i][r]);
-  }
+inline IVec add_dot(IVec sum, Bytes codes, const int8_t* a) {
+  const __m256i x = broadcast4(a);
+  return {add_dot(sum.lo, codes.lo, x), add_dot(sum.hi, codes.hi, x)};
 }
+
+#include "cpu/isa/vnni_dot_rows.h"
 
 #else
 

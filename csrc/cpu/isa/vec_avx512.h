@@ -102,25 +102,6 @@ inline Bytes field(Bytes a, int from, int width, int to) {
   return _mm512_and_si512(moved, _mm512_set1_epi8(char(((1 << width) - 1) << to)));
 }
 
-template <int Bits, int Groups, int R, class Group>
-inline void dot_rows(const Group& group, const int8_t* a, IVec* out) {
-  constexpr int kChains = R >= 4 ? 1 : 4 / R;  // independent sums, to hide the latency of vpdpbusd when rows are few
-  __m512i sum[kChains][R];
-#pragma GCC unroll 8
-  for (int i = 0; i < kChains; ++i)
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[i][r] = _mm512_setzero_si512();
-#pragma GCC unroll 8
-  for (int g = 0; g < Groups; ++g) {
-    const __m512i w = group(g);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-      sum[g % kChains][r] = _mm512_dpbusd_epi32(sum[g % kChains][r], w, broadcast4(a + 32 * r + 4 * g));
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    out[r] = sum[0][r];
-#pragma GCC unroll 8
-    for (int i = 1; i < kChains; ++i) out[r] = _mm512_add_epi32(out[r], sum[i][r]);
-  }
-}
+inline IVec add_dot(IVec sum, Bytes codes, const int8_t* a) { return _mm512_dpbusd_epi32(sum, codes, broadcast4(a)); }
+
+#include "cpu/isa/vnni_dot_rows.h"
