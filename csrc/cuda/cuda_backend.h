@@ -3,7 +3,7 @@
 // Numbers: products by quantized weights, norms, RoPE, activations and attention are computed in the CPU's order, so
 // that they have the CPU's bits, in any company. Products by float weights (F32, F16, BF16) have an order of their
 // own: the same for any number of tokens up to kMatvecTokens, and cuBLAS's beyond, except for F32. With
-// Options::f16_prefill steps of more than kMatvecTokens tokens use cuBLAS for quantized weights, too.
+// CudaOptions::f16_prefill steps of more than kQuantizedTokens tokens use cuBLAS for quantized weights, too.
 #pragma once
 
 #include <memory>
@@ -34,6 +34,7 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override;
 
   static constexpr int kMatvecTokens = 16;
+  static constexpr int kQuantizedTokens = 512;  // by fewer, writing the weights as F16 takes longer than it saves
 
   std::string name() const override { return "cuda"; }
   std::pair<size_t, size_t> memory_info() const;  // bytes free, and in all

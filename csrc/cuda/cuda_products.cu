@@ -41,7 +41,8 @@ bool CudaBackend::may_use_blas(const DeviceMatrix& w) const {
 }
 
 bool CudaBackend::uses_blas(const DeviceMatrix& w, const Rows& rows) const {
-  return !rows.experts && rows.count > kMatvecTokens && may_use_blas(w);
+  const int others = w.format >= 0 ? kQuantizedTokens : kMatvecTokens;
+  return !rows.experts && rows.count > others && may_use_blas(w);
 }
 
 Blas& CudaBackend::blas() {
