@@ -68,11 +68,13 @@ struct Norm {
   NormKind kind = NormKind::kRms;
 };
 
+constexpr float kLeastScores = 6.103515625e-5f;  // llama.cpp's
+
 // Of a mixture of experts. The k with the highest scores are used: a softmax of the logits over all experts
 // (arXiv:1701.06538), or the sigmoid of each. A bias counts for the choice alone (arXiv:2408.15664).
 struct RouterParams {
   int num_used = 0;         // k, experts of a token
-  bool normalized = false;  // their scores are divided by their sum
+  bool normalized = false;  // their scores are divided by their sum, or kLeastScores where it is less
   bool sigmoid = false;
   float scale = 1;          // of their weights in the end
   const Weight* bias = nullptr;  // [1, E] or null

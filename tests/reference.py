@@ -196,7 +196,7 @@ def route(
     """The experts with the largest scores plus bias [E], of equal ones the first, and their weights: [T, num_used].
 
     Scores are a softmax of logits [T, E] (arXiv:1701.06538), or sigmoids. Weights are the scores, divided by their
-    sum if normalized, times scale. A bias has no part in them (arXiv:2408.15664).
+    sum (or 2^-14) if normalized, times scale. A bias has no part in them (arXiv:2408.15664).
     """
     logits = np.asarray(logits, np.float64)
     scores = sigmoid(logits) if use_sigmoid else np.exp(log_softmax(logits))
@@ -204,7 +204,7 @@ def route(
     chosen = np.argsort(-order, axis=1, kind="stable")[:, :num_used]
     weights = np.take_along_axis(scores, chosen, axis=1)
     if normalized:
-        weights = weights / weights.sum(axis=1, keepdims=True)
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), 2**-14)
     return chosen, weights * scale
 
 

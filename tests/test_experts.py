@@ -94,6 +94,17 @@ def test_scores_of_the_router(
     np.testing.assert_array_equal(out, router_weights(scalar, logits, 6, normalized, **router))
 
 
+@pytest.mark.parametrize("lowest", [-8.0, -30.0, -200.0])
+def test_scores_that_vanish_are_not_blown_up(backend: _core.CpuBackend, lowest: float) -> None:
+    logits = normal(9, 40, seed=1) + np.float32(lowest)
+    out = router_weights(backend, logits, 6, True, sigmoid=True)
+    chosen, expected = reference.route(logits, 6, True, use_sigmoid=True)
+    dense = np.zeros_like(out)
+    np.put_along_axis(dense, chosen, expected.astype(np.float32), axis=1)
+    np.testing.assert_allclose(out, dense, rtol=4e-6, atol=1e-30)
+    assert (out.sum(axis=1) < 1e-6).all() == (lowest < -10)
+
+
 def test_of_equal_logits_the_first_is_chosen(backend: _core.CpuBackend) -> None:
     logits = np.array([[0, 1, 1, 0, 1, 1], [2, 2, 2, 2, 2, 2], [0, 0, 0, 5, 0, 0]], np.float32)
     chosen = router_weights(backend, logits, 3, True) > 0

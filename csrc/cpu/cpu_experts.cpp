@@ -10,8 +10,8 @@ void CpuBackend::route(Tensor logits, const RouterParams& params) {
   experts_.resize(logits.rows, params.num_used);
   const float* const bias = params.bias ? static_cast<const CpuVector*>(params.bias)->values.data() : nullptr;
   for_rows(logits.rows, [&](int64_t t, int) {
-    kernels_.route({logits.row(t), bias, int(logits.cols), params.num_used, params.normalized, params.sigmoid,
-                    params.scale, experts_.experts.data() + t * params.num_used,
+    kernels_.route({logits.row(t), bias, int(logits.cols), params.num_used, params.normalized, kLeastScores,
+                    params.sigmoid, params.scale, experts_.experts.data() + t * params.num_used,
                     experts_.weights.data() + t * params.num_used});
   });
   experts_.sort(int(logits.cols));

@@ -45,6 +45,7 @@ void route(const RouteArgs& a) {
     a.weights[i] = has_scores ? score : exp(score - largest);
     total += a.weights[i];
   }
+  if (total < a.least_total) total = a.least_total;
   if (!a.normalized) total = has_scores ? 1.0f : sum_of_exps(scores, largest, a.num_experts);
   for (int i = 0; i < a.num_used; ++i) a.weights[i] = a.weights[i] / total * a.scale;
 }

@@ -113,6 +113,7 @@ struct RouteArgs {
   int num_experts;    // E
   int num_used;
   bool normalized;
+  float least_total;  // what normalized scores are divided by at least
   bool sigmoid;
   float scale;
   int32_t* experts;  // [num_used]

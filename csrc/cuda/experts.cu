@@ -67,6 +67,7 @@ __global__ void route_kernel(RouteArgs a, ExpertRows out) {
       weights[i] = has_scores ? score : ordered_exp(score - largest);
       total += weights[i];
     }
+    if (total < kLeastScores) total = kLeastScores;
     for (int i = 0; i < k; ++i) weights[i] = weights[i] / (a.normalized ? total : sum) * a.scale;
   }
 }

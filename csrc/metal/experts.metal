@@ -58,6 +58,7 @@ kernel void route(constant ExpertArgs& args [[buffer(0)]],
     preferences[i] = has_scores ? score : ordered_exp(score - largest);  // their weights from here on
     total += preferences[i];
   }
+  if (total < args.least_total) total = args.least_total;
   for (int i = 0; i < k; ++i) {
     all_experts[long(token) * k + i] = chosen[i];
     all_weights[long(token) * k + i] = preferences[i] / (args.normalized ? total : sum) * args.scale;

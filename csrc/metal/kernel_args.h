@@ -90,7 +90,7 @@ struct ExpertArgs {
   int num_experts, num_used, num_choices, num_tiles;
   int cols;
   int normalized, sigmoid, has_bias;
-  float scale;
+  float scale, least_total;
 };
 
 }  // namespace rvllm

@@ -288,7 +288,7 @@ void MetalBackend::route(Tensor logits, const RouterParams& params) {
   e.tile_expert = e.choices + 8 * e.num_tiles;
   const ExpertArgs args{int(logits.stride),     0, int(logits.cols),  e.num_used,     e.num_choices,
                         e.num_tiles,            0, params.normalized, params.sigmoid, params.bias != nullptr,
-                        params.scale};
+                        params.scale,           kLeastScores};
   device_.encode("route", {logits.rows}, 32, args, {logits.data, e.experts, e.weights, values(params.bias)});
   device_.encode("sort_choices", {}, 1024, args, {e.experts, e.places, e.choices, e.tile_expert});
 }
@@ -302,7 +302,11 @@ void MetalBackend::activated_expert_linear(Tensor out, Tensor x, Activation acti
 }
 
 void MetalBackend::combine(Tensor out, Tensor y) {
-  const ExpertArgs args{int(y.stride), int(out.stride), 0, experts_.num_used, 0, 0, int(out.cols), 0, 0, 0, 0.0f};
+  ExpertArgs args{};
+  args.stride = int(y.stride);
+  args.out_stride = int(out.stride);
+  args.num_used = experts_.num_used;
+  args.cols = int(out.cols);
   device_.encode("combine", grid_of(out), 256, args, {out.data, y.data, experts_.weights});
 }
 

@@ -77,7 +77,7 @@ void test_route() {
                     auto experts = output<int32_t>(num_used);
                     auto weights = output(num_used);
                     table.route({scores.data(), way & 4 ? bias.data() : nullptr, num_experts, num_used,
-                                 (way & 1) != 0, (way & 2) != 0, 2.5f, experts.data(), weights.data()});
+                                 (way & 1) != 0, 0.5f, (way & 2) != 0, 2.5f, experts.data(), weights.data()});
                     Bits bits;
                     bits.add(experts);
                     bits.add(weights);
