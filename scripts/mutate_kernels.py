@@ -11,8 +11,8 @@ Kinds: barrier (removed), index (one further), bound (< becomes <=, and the reve
 -=); of host code those of mutate_host.py. A mutant that does not compile does not count. Only what includes its file is
 compiled again, and of the kernels' tests those of its operations run first; what survives them meets all tests. Where a
 barrier is not missed, its tests run under ThreadSanitizer as well, since the emulator may happen to run threads in an
-order that hides it. Prints what came of each mutant (SURVIVES also where a break changes no result), and a table; the
-exit status is 1 if any survives.
+order that hides it, and where an index or bound is not, under AddressSanitizer. Prints what came of each mutant
+(SURVIVES also where a break changes no result), and a table; the exit status is 1 if any survives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mutate_host import HOST_KINDS
@@ -43,8 +43,9 @@ class Target:
     kernels: tuple[str, str]  # their tests, and which of them are one schedule's
     near: dict[str, str]  # by file, which of the former are tried first; all for others
     rest: list[tuple[str, str]]  # what is tried then
-    races: bool = False  # whether there is a build for ThreadSanitizer
     kinds: frozenset[str] = frozenset({"barrier", "index", "bound", "scale", "sign"})
+    # By sanitizer, the kinds of mutants that get a second chance to be caught.
+    sanitized: dict[str, set[str]] = field(default_factory=dict)
 
 
 CUDA_NEAR = {
@@ -130,7 +131,7 @@ TARGETS = {
             ("tests/emu/test_cuda_steps.py", "emulator"),
             ("tests/emu/test_cuda_tokens.py", "emulator-random"),
         ],
-        races=True,
+        sanitized={"tsan": {"barrier"}, "asan": {"index", "bound"}},
     ),
     "metal": Target(
         "csrc/metal", "tests/emu/build_emulated_metal.py", {".metal", ".h"}, METAL_HOST_CODE,
@@ -274,7 +275,7 @@ class Workplace:
             shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "setup.py"):
             shutil.copy(ROOT / name, directory / name)
-        if target.races and (built := ROOT / "build/emu").exists():
+        if target.sanitized and (built := ROOT / "build/emu").exists():
             # What is compiled there need not be again, except for Metal, whose dependencies name that folder.
             shutil.copytree(built, directory / "build", ignore=shutil.ignore_patterns("metal"))
         if formats:
@@ -377,8 +378,9 @@ def main() -> int:
     outcomes: dict[Mutant, bool | None] = {}
     with tempfile.TemporaryDirectory() as directory:
         workplace = Workplace(Path(directory), target, args.near, args.format)
-        for variant in ("plain", "tsan") if target.races else ("plain",):
-            tried = [m for m in mutants if variant == "plain" or (m.kind == "barrier" and outcomes[m])]
+        for variant in ("plain", *target.sanitized):
+            kinds = target.sanitized.get(variant, set())
+            tried = [m for m in mutants if variant == "plain" or (m.kind in kinds and outcomes[m])]
             for file in sorted({m.file for m in tried}):
                 if not workplace.passes(variant, workplace.near(file)):
                     print(
