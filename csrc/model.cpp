@@ -209,6 +209,17 @@ void Model::norm_linear(Tensor out, Tensor x, const NormWeights& weights, const 
     backend_->linear(out, x, weight);
 }
 
+// Floats of a token between the two products of its feed-forward network, dense or of experts, where they are most.
+int64_t Model::widest_gate_up() const {
+  int64_t widest = (is_gated(config_.activation) ? 2 : 1) * int64_t(config_.intermediate_size);
+  for (const Layer& layer : layers_) {
+    const Mixture& m = layer.mixture;
+    if (m.ffn_gate_up_exps) widest = std::max(widest, config_.num_experts_per_tok * m.ffn_gate_up_exps->rows);
+    if (m.ffn_gate_up_shexp) widest = std::max(widest, m.ffn_gate_up_shexp->rows);
+  }
+  return widest;
+}
+
 // What the mixture of experts of a layer makes of x: [T, E].
 void Model::mix_experts(Tensor out, Tensor x, const Layer& layer) {
   const ModelConfig& c = config_;
@@ -217,8 +228,6 @@ void Model::mix_experts(Tensor out, Tensor x, const Layer& layer) {
   const int64_t T = x.rows, E = x.cols, rows = T * c.num_experts_per_tok;
   const Tensor h = view(normed_, T, E);
   const Tensor router_logits = view(router_logits_, T, c.num_experts);
-  // The shared expert comes second in the same buffer, which must not grow under work that is not done yet.
-  if (m.ffn_down_shexp) view(gate_up_, T, m.ffn_gate_up_shexp->rows);
   const Tensor gate_up = view(gate_up_, rows, m.ffn_gate_up_exps->rows);
   const Tensor down = view(expert_down_, rows, E);
   b.norm(h, x, norm(layer.ffn_norm));
@@ -254,6 +263,7 @@ Tensor Model::forward(const Batch& batch) {
   Tensor h = view(h_, T, E);                    // a branch off it
   Tensor qkv = view(qkv_, T, Q + 2 * KV);
   Tensor attn = view(attn_, T, Q);
+  view(gate_up_, T, widest_gate_up());  // it must not grow under work that is noted
   Tensor gate_up = view(gate_up_, T, is_gated(c.activation) ? 2 * I : I);
   Tensor last = view(last_, batch.num_logits, E);
   const Tensor q = qkv.columns(0, Q), k = qkv.columns(Q, KV), v = qkv.columns(Q + KV, KV);

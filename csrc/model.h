@@ -145,6 +145,7 @@ class Model {
   Tensor rope_angles(const Batch& batch, const RopeTable& table, bool of_queries, Buffer& buffer);
   void norm_qk(Tensor q, Tensor k, const Layer& layer);
   void norm_linear(Tensor out, Tensor x, const NormWeights& norm, const Weight& weight);
+  int64_t widest_gate_up() const;
   void mix_experts(Tensor out, Tensor x, const Layer& layer);
   Tensor forward(const Batch& batch);
   template <class Body>

@@ -29,7 +29,10 @@ MODELS = {
         "arch": "qwen2moe", "quant": "Q8_0", "tied": False, "layers": 1, "seed": 1,
         "family": FAMILIES["qwen2moe"]._replace(shared_experts=5),
     },
-    "dense-and-sigmoid": {"arch": "glm4moe", "quant": "Q8_0", "tied": False, "layers": 3, "seed": 3},
+    "dense-and-sigmoid": {
+        "arch": "glm4moe", "quant": "Q8_0", "tied": False, "layers": 3, "seed": 3,
+        "family": FAMILIES["glm4moe"]._replace(experts_per_token=4),  # wider than the dense layer before them
+    },
     "qwen2-f16": {"arch": "qwen2", "quant": "F16", "seed": 3},
 }  # fmt: skip
 # Whose products have an order of their own: of the first model all, of the others the router's.
