@@ -219,48 +219,49 @@ int32_t Sampler::draw(const float* logits) {
   }
 
   // Candidates with their probabilities relative to the best one's, 1.
-  candidates_.clear();
+  thread_local std::vector<std::pair<float, int32_t>> candidates;  // a thread's, for requests are many
+  candidates.clear();
   const float threshold = c.min_p > 0 ? float(c.min_p) : 0.0f;
   for (int i = 0; i < n; ++i) {
     const float p = exp_negative((logits[i] - largest) * factor);
-    if (p >= threshold && logits[i] > -std::numeric_limits<float>::infinity()) candidates_.emplace_back(p, i);
+    if (p >= threshold && logits[i] > -std::numeric_limits<float>::infinity()) candidates.emplace_back(p, i);
   }
   // Ordering by probability alone would tie tokens that the exponential rounds together; their ids break ties.
-  if (limited_k && size_t(c.top_k) < candidates_.size()) {
-    std::nth_element(candidates_.begin(), candidates_.begin() + c.top_k, candidates_.end(), better);
-    candidates_.resize(size_t(c.top_k));
+  if (limited_k && size_t(c.top_k) < candidates.size()) {
+    std::nth_element(candidates.begin(), candidates.begin() + c.top_k, candidates.end(), better);
+    candidates.resize(size_t(c.top_k));
   }
   double total = 0;
-  for (const auto& candidate : candidates_) total += candidate.first;
-  size_t kept = candidates_.size();
+  for (const auto& candidate : candidates) total += candidate.first;
+  size_t kept = candidates.size();
   if (c.top_p < 1) {
     // Sort only as far as the nucleus reaches.
     double sum = 0;
     size_t sorted = 0, i = 0;
-    for (; i < candidates_.size(); ++i) {
+    for (; i < candidates.size(); ++i) {
       if (i == sorted) {
-        const size_t next = std::min(candidates_.size(), std::max<size_t>(64, 4 * sorted));
-        std::partial_sort(candidates_.begin() + long(sorted), candidates_.begin() + long(next), candidates_.end(),
+        const size_t next = std::min(candidates.size(), std::max<size_t>(64, 4 * sorted));
+        std::partial_sort(candidates.begin() + long(sorted), candidates.begin() + long(next), candidates.end(),
                           better);
         sorted = next;
       }
-      sum += candidates_[i].first;
+      sum += candidates[i].first;
       if (sum >= c.top_p * total) break;
     }
-    kept = std::min(i + 1, candidates_.size());
+    kept = std::min(i + 1, candidates.size());
     total = 0;
-    for (size_t j = 0; j < kept; ++j) total += candidates_[j].first;
+    for (size_t j = 0; j < kept; ++j) total += candidates[j].first;
   }
   // In id order, so that the draw does not depend on how the selection above left its elements.
-  std::sort(candidates_.begin(), candidates_.begin() + long(kept),
+  std::sort(candidates.begin(), candidates.begin() + long(kept),
             [](const auto& a, const auto& b) { return a.second < b.second; });
   const double target = uniform * total;
   double sum = 0;
   for (size_t i = 0; i < kept; ++i) {
-    sum += candidates_[i].first;
-    if (sum > target) return candidates_[i].second;
+    sum += candidates[i].first;
+    if (sum > target) return candidates[i].second;
   }
-  return candidates_[kept - 1].second;
+  return candidates[kept - 1].second;
 }
 
 }  // namespace rvllm

@@ -74,7 +74,6 @@ class Sampler {
   std::vector<int32_t> allowed_;                 // empty: all tokens
   std::unordered_map<int32_t, int32_t> counts_;  // tokens generated, and those of the prompt with count 0
   uint64_t position_ = 0;                        // tokens sampled so far
-  std::vector<std::pair<float, int32_t>> candidates_;
 };
 
 }  // namespace rvllm
