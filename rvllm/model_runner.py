@@ -101,7 +101,7 @@ class ModelRunner:
             index=index,
             min_tokens=params.min_tokens,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            prompt_token_ids=list(prompt_token_ids),
+            prompt_token_ids=list(prompt_token_ids) if params.repetition_penalty != 1 else [],
             stop_token_ids=sorted(stop_token_ids),
             logit_bias=list((params.logit_bias or {}).items()),
         )
