@@ -24,7 +24,9 @@ class HFTokenizer(Tokenizer):
     metadata: of the GGUF file. Its token table may be longer than the file's by unused tokens only.
     """
 
-    def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, object]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], metadata: Mapping[str, object], vocab_size: int | None = None
+    ) -> None:
         source = _read(Path(path))
         # Two views: the switch between them is a property of the library's object, which threads share.
         self._special, self._plain = _parse(path, source), _parse(path, source)
@@ -33,7 +35,7 @@ class HFTokenizer(Tokenizer):
         steps = {decoder["type"] for decoder in decoders}
         self._is_byte_level = "ByteLevel" in steps
         tokens, types = _token_table(self._special, byte_tokens="ByteFallback" in steps)
-        tokens, types = _fit(path, tokens, types, metadata)
+        tokens, types = _fit(path, tokens, types, metadata, vocab_size)
         added = self._special.get_added_tokens_decoder().items()
         left, right = (id for id, token in added if token.lstrip), (id for id, token in added if token.rstrip)
         vocabulary = Vocabulary.from_tokens(tokens, types, metadata, left, right)
@@ -100,20 +102,19 @@ def _token_table(library: tokenizers.Tokenizer, byte_tokens: bool) -> tuple[list
 
 
 def _fit(
-    path: str | os.PathLike[str], tokens: list[str], types: NDArray[np.uint8], metadata: Mapping[str, object]
+    path: str | os.PathLike[str],
+    tokens: list[str],
+    types: NDArray[np.uint8],
+    metadata: Mapping[str, object],
+    vocab_size: int | None,
 ) -> tuple[list[str], NDArray[np.uint8]]:
     """The table at the length of the model's own, when the two agree."""
-    size = _model_size(metadata, len(tokens))
+    model_tokens = metadata.get(TOKENS_KEY)
+    if isinstance(model_tokens, list):
+        vocab_size = len(model_tokens)
+    size = len(tokens) if vocab_size is None else vocab_size
     surplus = size - len(tokens)
     model_types = np.asarray(metadata.get(TYPES_KEY, []))
     if surplus < 0 or np.any(model_types[len(tokens) :] == TokenType.NORMAL):
         raise TokenizerError(f"{path}: has {len(tokens)} tokens, but the model has {size}")
     return tokens + [""] * surplus, np.append(types, np.full(surplus, TokenType.UNUSED, np.uint8))
-
-
-def _model_size(metadata: Mapping[str, object], default: int) -> int:
-    model_tokens = metadata.get(TOKENS_KEY)
-    if isinstance(model_tokens, list):
-        return len(model_tokens)
-    size = metadata.get(f"{metadata.get('general.architecture')}.vocab_size", default)
-    return size if isinstance(size, int) else default

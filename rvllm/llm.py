@@ -101,7 +101,7 @@ class LLM:
         )
         with GGUFFile(resolve_model(model)) as gguf:
             model_config = ModelConfig.from_gguf(gguf, max_model_len)
-            self.tokenizer = _load_tokenizer(gguf, tokenizer)
+            self.tokenizer = _load_tokenizer(gguf, tokenizer, model_config.vocab_size)
             self.chat_template = ChatTemplate.from_gguf(gguf.metadata, self.tokenizer)
             runner = ModelRunner(gguf, model_config, engine_config)
         self.profile = runner.profile
@@ -270,7 +270,11 @@ class LLM:
                 return
             if not self.engine.has_unfinished:
                 raise RuntimeError("the requests are gone: llm.engine was reset")
-            self.engine.advance()
+            try:
+                self.engine.advance()
+            except Exception as error:
+                if error in inbox:  # else only requests of others were in the step that failed
+                    raise
 
     @contextmanager
     def _engine_lock(self) -> Iterator[None]:
@@ -298,12 +302,12 @@ class LLM:
         return results
 
 
-def _load_tokenizer(gguf: GGUFFile, path: str | os.PathLike[str] | None) -> Tokenizer:
+def _load_tokenizer(gguf: GGUFFile, path: str | os.PathLike[str] | None, vocab_size: int) -> Tokenizer:
     """The model's own, or that of a tokenizer.json. Errors name the file that is wrong."""
     try:
-        return (
-            Tokenizer.from_gguf(gguf.metadata) if path is None else Tokenizer.from_file(path, gguf.metadata)
-        )
+        if path is None:
+            return Tokenizer.from_gguf(gguf.metadata)
+        return Tokenizer.from_file(path, gguf.metadata, vocab_size)
     except TokenizerError as error:
         names_file = path is not None and str(error).startswith(f"{path}: ")
         raise TokenizerError(str(error) if names_file else f"{gguf.path}: {error}") from None

@@ -70,14 +70,17 @@ class Tokenizer(ABC):
         raise TokenizerError(f"{MODEL_KEY}: {model!r}{kind} is not supported; supported are {SUPPORTED}")
 
     @staticmethod
-    def from_file(path: str | os.PathLike[str], metadata: Mapping[str, object]) -> Tokenizer:
+    def from_file(
+        path: str | os.PathLike[str], metadata: Mapping[str, object], vocab_size: int | None = None
+    ) -> Tokenizer:
         """The tokenizer of a Hugging Face `tokenizer.json`, for the model that `metadata` describes.
 
+        vocab_size: the model's, where metadata has no table of tokens; None: that of the file.
         Raises TokenizerError, also when its vocabulary is not the model's.
         """
         from rvllm.hf_tokenizer import HFTokenizer
 
-        return HFTokenizer(path, metadata)
+        return HFTokenizer(path, metadata, vocab_size)
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text.

@@ -88,6 +88,10 @@ def test_tokenizer_file_must_fit_the_model(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="has 257 tokens, but the model has 200"):
         Tokenizer.from_file(path, small)
     assert Tokenizer.from_file(path, metadata).vocab_size == 262  # what the file lacks is no ordinary token
+    bare = {key: value for key, value in metadata.items() if "token" not in key}
+    assert [Tokenizer.from_file(path, bare, size).vocab_size for size in (None, 257, 320)] == [257, 257, 320]
+    with pytest.raises(TokenizerError, match="has 257 tokens, but the model has 256"):
+        Tokenizer.from_file(path, bare, 256)
     path.write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: "):
         Tokenizer.from_file(path, metadata)

@@ -248,6 +248,26 @@ def test_failed_step_reaches_every_stream_and_leaves_a_usable_llm(
     assert answers(llm, "again") == expected
 
 
+def test_who_runs_the_failing_step_of_others_goes_on(
+    paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(paths["llama"], max_num_seqs=1)
+    expected = answers(llm, "again")
+    runs, waits = llm.stream("runs", GREEDY), llm.stream("again", GREEDY)
+    next(runs)
+
+    def fail_once(scheduled: Any) -> Any:
+        monkeypatch.undo()
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail_once)
+    text = "".join(output.outputs[0].text for output in waits)
+    assert text == expected[0][0][0]
+    with pytest.raises(RuntimeError, match="dropped when a step of others failed"):
+        next(runs)
+    assert_empty(llm)
+
+
 def test_engine_may_be_used_directly_beside_streams(llm: LLM) -> None:
     expected = answers(llm, ["a", "b"])
     stream = llm.stream("a", GREEDY)
