@@ -12,6 +12,7 @@ from rvllm.structured_output import StructuredOutput
 GREEDY_BELOW = 1e-5  # a lower temperature would overflow logits / temperature in float32
 MAX_N = 1024
 MAX_SEED = 2**64 - 1
+MAX_MIN_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 1e6  # all but uniform; logits / 1e300 would be NaN in the sampler
 MAX_STOP_STRINGS = 64  # each is searched for at each step
 MAX_STOP_CHARACTERS = 65_536  # of all stop strings
@@ -114,9 +115,8 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0)
-        _check_int(
-            "min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens
-        )
+        most = MAX_MIN_TOKENS if self.max_tokens is None else min(self.max_tokens, MAX_MIN_TOKENS)
+        _check_int("min_tokens", self.min_tokens, 0, most)
         _check_real("presence_penalty", self.presence_penalty, -2, 2)
         _check_real("frequency_penalty", self.frequency_penalty, -2, 2)
         _check_real("repetition_penalty", self.repetition_penalty, 0, math.inf, low_excluded=True)
@@ -132,6 +132,9 @@ class SamplingParams:
             )
         self._check_stop()
         self._check_token_ids()
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:  # NumPy's would overflow
+                object.__setattr__(self, name, int(getattr(self, name)))
         for name, plain, frozen in (
             ("stop", list, tuple),
             ("stop_token_ids", list, tuple),

@@ -65,6 +65,14 @@ def test_bad_value_is_refused_by_name(field: str, value: object) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_numbers_of_numpy_become_pythons() -> None:
+    params = SamplingParams(seed=np.int64(5), max_tokens=np.int32(2**31 - 1), n=np.int8(2))  # type: ignore[arg-type]
+    assert [type(value) for value in (params.seed, params.max_tokens, params.n)] == [int] * 3
+    assert params == SamplingParams(seed=5, max_tokens=2**31 - 1, n=2)
+    with pytest.raises(ValueError, match=r"min_tokens must be in \[0, 2147483647\], got 8589934592"):
+        SamplingParams(max_tokens=2**40, min_tokens=2**33)
+
+
 def test_message_names_value_and_limit() -> None:
     with pytest.raises(ValueError, match=r"^top_p must be in \[0, 1\], got 1\.5$"):
         SamplingParams(top_p=1.5)
