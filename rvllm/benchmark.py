@@ -144,7 +144,9 @@ class Benchmark:
                 f"the KV cache of {after.num_blocks * engine.runner.block_size} tokens together"
             )
         queries = after.prefix_queries - before.prefix_queries - depth_tokens
-        return Measurement(workload, middle - start, end - middle, hits / queries, after.kv_cache_usage)
+        return Measurement(
+            workload, middle - start, end - middle, hits / max(1, queries), after.kv_cache_usage
+        )
 
     def _max_prefill_steps(self, workload: Workload) -> int:
         """The most steps until every request has its first token, if all run together."""

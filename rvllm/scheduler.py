@@ -269,7 +269,8 @@ class Scheduler:
             request.start_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
             self.num_prompt_tokens += request.num_prompt_tokens if request.index == 0 else 0
-            self.prefix_queries += request.num_prompt_tokens
+            if request.reads_prefix_cache and manager.enable_prefix_caching:
+                self.prefix_queries += request.num_prompt_tokens
             self.prefix_hits += request.num_cached_tokens
         return True
 

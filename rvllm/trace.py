@@ -182,6 +182,6 @@ def _result(
         after.steps - before.steps,
         seconds,
         after.preemptions - before.preemptions,
-        hits / queries,
+        hits / max(1, queries),
         kv_use,
     )

@@ -59,6 +59,9 @@ def test_choices_share_the_prompt_and_sample_apart() -> None:
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
     assert output.finished and output.num_cached_tokens == 0
     assert (engine.stats.prefix_queries, engine.stats.prefix_hits) == (80, 48)
+    engine.add_request("b", prompt, SamplingParams(max_tokens=1, cache_prompt=False))
+    run(engine)
+    assert engine.stats.prefix_queries == 80
     assert_usable(engine)
 
 
