@@ -389,6 +389,7 @@ def test_a_deadline_ends_the_text(llm: LLM) -> None:
         server.assert_idle()
     with make_server(llm, timeout=1e-6) as server:
         assert error_of(server.post(PATH, prompt=[65] * 4000), 408)["code"] == "timeout"
+        assert error_of(server.post("/v1/embeddings", input=[65] * 4000), 408)["code"] == "timeout"
         server.assert_idle()
 
 

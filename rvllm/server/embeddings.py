@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic_core import to_json
 
-from rvllm.server.errors import bad_request, unsupported
+from rvllm.server.errors import APIError, bad_request, unsupported
 from rvllm.server.generation import refusal
 from rvllm.server.schemas import APIRequest, Prompts, body_schema, json_body, prompt_list
 from rvllm.server.served_model import ServedModel, get_model
@@ -53,7 +53,12 @@ async def create_embeddings(
     for prompt in prompts:
         model.check_length(prompt)
     try:
-        embeddings = await while_connected(request, model.engine.embed(prompts))
+        work = asyncio.wait_for(model.engine.embed(prompts), model.timeout)
+        embeddings = await while_connected(request, work)
+    except asyncio.TimeoutError:
+        raise APIError(
+            408, "the embeddings took longer than the time limit (--timeout)", code="timeout"
+        ) from None
     except (ValueError, RuntimeError) as error:
         raise refusal(request, error) from error
     if body.dimensions is not None and body.dimensions != len(embeddings[0][0]):
