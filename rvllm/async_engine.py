@@ -233,15 +233,11 @@ class AsyncEngine:
         try:
             # All that wait age at the same rate, so their order is known when they arrive.
             late = (stream.arrival - self._start_time) / self._aging_seconds
-            try:
-                group = await asyncio.wait_for(prepare(priority + late), timeout)
-            except asyncio.TimeoutError:
-                self._post(partial(self._deliver, [_timed_out(stream)]))
-            else:
+            if timeout is not None:
+                timer = stream.loop.call_later(timeout, self._post_abort, stream, "timeout")
+            group = await self._unless_ended(stream, prepare(priority + late))
+            if group is not None:
                 self._post(partial(self._submit, stream, group))
-                if timeout is not None:
-                    expire = partial(self._post_abort, stream, "timeout")
-                    timer = stream.loop.call_later(stream.arrival + timeout - time.monotonic(), expire)
             stream.is_submitted = True
             finished = False
             while not finished:
@@ -253,6 +249,18 @@ class AsyncEngine:
                 timer.cancel()
             if not stream.is_closed:
                 self._close(stream)
+
+    async def _unless_ended(
+        self, stream: RequestStream, preparation: Awaitable[RequestGroup]
+    ) -> RequestGroup | None:
+        """The group, or None where the request has been ended before."""
+        prepared, ended = asyncio.ensure_future(preparation), asyncio.ensure_future(stream.event.wait())
+        try:
+            await asyncio.wait((prepared, ended), return_when=asyncio.FIRST_COMPLETED)
+            return prepared.result() if prepared.done() else None
+        finally:
+            prepared.cancel()
+            ended.cancel()
 
     def _open(self, request_id: str, num_choices: int) -> RequestStream:
         """Takes a request in, if there is room for it."""
@@ -387,23 +395,28 @@ class AsyncEngine:
             return
         self.engine.submit(group)
         stream.is_queued = True
-        if stream.abort_reason is not None:
-            self._abort(stream, stream.abort_reason)
 
     def _abort(self, stream: RequestStream, reason: str) -> None:
+        if stream.is_closed:
+            return
         output = self.engine.abort(stream.request_id, reason)
-        if output is None:
-            stream.abort_reason = reason
-        else:
+        if output is None and not stream.is_queued:
+            output = _ended(stream, reason)
+        if output is not None:
             self._deliver([output])
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        streams = [self._in_flight.streams[output.request_id] for output in outputs]
+        with self._lock:  # where prompts are made, consumers may leave at any time
+            in_flight = self._in_flight.streams
+            outputs = [output for output in outputs if output.request_id in in_flight]
+            streams = [in_flight[output.request_id] for output in outputs]
         if self._observer is not None:  # before the outputs are the consumers'
             observe(self._observer, streams, outputs)
         woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         with self._lock:
             for stream, output in zip(streams, outputs, strict=True):
+                if stream.is_closed:
+                    continue
                 # A consumer that has not taken the output before this one has been woken already.
                 if stream.output is None:
                     stream.output = output
@@ -437,6 +450,8 @@ class AsyncEngine:
         woken: dict[asyncio.AbstractEventLoop, list[RequestStream]] = {}
         with self._lock:
             for stream in streams:
+                if stream.is_closed:  # its consumer has left meanwhile
+                    continue
                 stream.error = make_error()
                 woken.setdefault(stream.loop, []).append(stream)
                 self._in_flight.drop(stream)
@@ -453,9 +468,9 @@ def _check(priority: object, timeout: object) -> None:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}")
 
 
-def _timed_out(stream: RequestStream) -> RequestOutput:
-    """The end of a request whose prompt took too long to encode."""
-    choices = [CompletionOutput(i, finish_reason="timeout") for i in range(stream.num_choices)]
+def _ended(stream: RequestStream, reason: str) -> RequestOutput:
+    """The end of a request whose prompt was still being made."""
+    choices = [CompletionOutput(i, finish_reason=reason) for i in range(stream.num_choices)]
     return RequestOutput(stream.request_id, None, [], 0, choices, finished=True)
 
 

@@ -29,7 +29,6 @@ class RequestStream:
     """A request in flight. output: what its consumer has not taken yet, merged into one."""
 
     __slots__ = (
-        "abort_reason",
         "arrival",
         "error",
         "event",
@@ -56,7 +55,6 @@ class RequestStream:
         self.is_submitted = False
         self.is_queued = False  # the engine has it, or has had it
         self.is_closed = False  # the engine has no more to do for it
-        self.abort_reason: str | None = None  # what it was aborted with while its prompt was being encoded
         self.arrival = time.monotonic()
         self.last_token = 0.0  # time of its latest token, 0 before the first
         self.num_tokens = 0

@@ -257,8 +257,9 @@ def test_abort_while_the_prompt_is_being_encoded() -> None:
             await asyncio.to_thread(has_begun.wait)
             engine.abort("a")
             engine.abort("never there")
+            assert (await task).outputs[0].finish_reason == "abort"  # at once, not when the prompt is there
+            assert (await asyncio.wait_for(engine.drain(0.01), 10)) is None
             may_go.set()
-            assert (await task).outputs[0].finish_reason == "abort"
 
     drive(main)
 

@@ -77,6 +77,62 @@ def test_death_of_the_thread_reaches_everybody() -> None:
     drive(main)
 
 
+def test_drain_does_not_wait_for_a_prompt_that_is_being_made() -> None:
+    async def main() -> None:
+        may_go, has_begun = threading.Event(), threading.Event()
+
+        def slow() -> tuple[list[int], SamplingParams]:
+            has_begun.set()
+            may_go.wait()
+            return [5], SHORT
+
+        with running() as engine:
+            task = asyncio.create_task(collect(engine.generate_from("slow", slow, 2)))
+            await asyncio.to_thread(has_begun.wait)
+            await asyncio.wait_for(engine.drain(0.01), 20)
+            may_go.set()
+            assert [choice.finish_reason for choice in (await task).outputs] == ["abort", "abort"]
+
+    drive(main)
+
+
+def test_death_of_the_thread_while_a_consumer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the list of those who are to be told and its use."""
+
+    async def main() -> None:
+        may_go, has_failed, has_left = threading.Event(), threading.Event(), threading.Event()
+        fail = AsyncEngine._fail
+
+        def slow() -> tuple[list[int], SamplingParams]:
+            may_go.wait()
+            return [5], SHORT
+
+        def late(self: AsyncEngine, streams: Any, make_error: Any) -> None:
+            has_failed.set()
+            has_left.wait()
+            fail(self, streams, make_error)
+
+        def die(scheduled: Any) -> None:
+            raise KeyboardInterrupt("the device is gone")
+
+        monkeypatch.setattr(AsyncEngine, "_fail", late)
+        llm_engine = make_engine(4096, context_length=8192)
+        with running(llm_engine) as engine:
+            leaver = asyncio.create_task(collect(engine.generate_from("leaver", slow, 1)))
+            stays = asyncio.create_task(collect(engine.generate("stays", [5], ENDLESS)))
+            await until(lambda: engine.num_running == 1)
+            llm_engine.runner.run = die  # type: ignore[method-assign, assignment]
+            await asyncio.to_thread(has_failed.wait)
+            leaver.cancel()
+            await asyncio.wait([leaver])
+            has_left.set()
+            with pytest.raises(EngineDeadError, match="the device is gone"):
+                await asyncio.wait_for(stays, 20)
+            may_go.set()
+
+    drive(main)
+
+
 def test_the_time_runs_while_a_prompt_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     observer, gate = Observer(), threading.Event()
 
