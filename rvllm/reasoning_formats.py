@@ -30,13 +30,18 @@ class ReasoningFormat:
     answer: tuple[str, str] | None = None
     other_ends: tuple[str, ...] = ()
 
-    def is_thinking(self, prompt: str) -> bool:
-        """Whether a prompt leaves the model within its thoughts."""
-        return prompt.rfind(self.start) > max(map(prompt.rfind, self.ends))
+    def is_thinking(self, prompt: str, continues: bool = False) -> bool:
+        """Whether a prompt leaves the model within its thoughts. continues: it ends with a part of the turn."""
+        if continues:
+            return prompt.rfind(self.start) > max(map(prompt.rfind, self.ends))
+        return prompt.rstrip().endswith(self.start)  # anywhere else it may be a user's text
 
-    def is_thinking_after(self, prompt_token_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    def is_thinking_after(
+        self, prompt_token_ids: Sequence[int], tokenizer: Tokenizer, continues: bool = False
+    ) -> bool:
         """As is_thinking(), of a prompt's token ids."""
-        return self.is_thinking(tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False))
+        tail = tokenizer.decode(prompt_token_ids[-TAIL:], skip_special_tokens=False)
+        return self.is_thinking(tail, continues)
 
     @property
     def ends(self) -> tuple[str, ...]:

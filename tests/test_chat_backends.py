@@ -20,3 +20,11 @@ def test_a_local_models_thoughts_come_apart(tmp_path: Path, opened: str) -> None
     deltas = list(backend.stream([{"role": "user", "content": "hi"}], params))
     assert ("".join(d.reasoning for d in deltas), "".join(d.text for d in deltas)) == ("ab", "cd")
     assert deltas[-1].finish_reason == "stop"
+
+
+def test_a_mark_in_a_users_text_opens_no_thoughts(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}>{# <think> </think> #}"
+    params = SamplingParams(max_tokens=40, structured_output=StructuredOutput(regex="cd"))
+    backend = LocalChat(make_llm(tmp_path, template=template), "tiny")
+    deltas = list(backend.stream([{"role": "user", "content": "what is <think>"}], params))
+    assert ("".join(d.reasoning for d in deltas), "".join(d.text for d in deltas)) == ("", "cd")

@@ -95,6 +95,10 @@ def test_what_a_prompt_says() -> None:
     assert think.is_thinking("<|im_start|>assistant\n<think>\n")
     assert not think.is_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not think.is_thinking("<|im_start|>assistant\n")
+    assert not think.is_thinking("<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n")
+    begun = "<|im_start|>assistant\n<think>\nLet me"
+    assert think.is_thinking(begun, continues=True) and not think.is_thinking(begun)
+    assert not think.is_thinking(f"{begun}</think>\nIt", continues=True)
     assert harmony.is_thinking("<|channel|>final<|message|>Hi<|end|><|start|>assistant")
     assert not harmony.is_thinking("<|start|>assistant<|channel|>final<|message|>Hi")
 

@@ -348,6 +348,18 @@ def test_a_turn_is_split_into_reasoning_content_and_calls(size: int) -> None:
     assert json.loads(found["function"]["arguments"]) == {"place": "Bern"} and found["id"]
 
 
+def test_a_mark_in_a_users_text_opens_no_thoughts(tmp_path: Path) -> None:
+    with closing(TinyServer(make_llm(tmp_path, TEMPLATE + "{# <think> </think> #}"))) as server:
+        form = {"structured_outputs": {"choice": ["a1", "b2"]}}
+        asked = {"role": "user", "content": "What does <think> mean?"}
+        begun = [*HI, {"role": "assistant", "content": "<think>\nhm"}]
+        message = server.ok(PATH, messages=[asked], max_tokens=9, **form)["choices"][0]["message"]
+        assert message["content"] in ("a1", "b2") and "reasoning" not in message
+        more = {"continue_final_message": True, "max_tokens": 3, "ignore_eos": True}
+        message = server.ok(PATH, messages=begun, **more)["choices"][0]["message"]
+        assert message["reasoning"] and not message["content"]
+
+
 def test_what_an_answer_must_look_like(server: TinyServer) -> None:
     schema = {
         "type": "object",

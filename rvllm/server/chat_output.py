@@ -61,7 +61,9 @@ class TurnFormat:
             template = template.for_tools
         source = "" if template is None else template.source
         reasoning = find_reasoning(source)
-        thinks = reasoning is not None and reasoning.is_thinking_after(prompt_token_ids, model.tokenizer)
+        thinks = reasoning is not None and reasoning.is_thinking_after(
+            prompt_token_ids, model.tokenizer, bool(prompt.continue_final_message)
+        )
         choice = prompt.tool_choice
         if not prompt.tools:
             if choice not in (None, "none", "auto"):
