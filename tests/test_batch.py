@@ -159,6 +159,20 @@ def test_bad_lines_and_refused_requests_harm_no_other(
     assert [(entry["custom_id"], entry["response"]["status_code"]) for entry in new] == [("elsewhere", 200)]
 
 
+def test_an_internal_error_ends_its_own_request_alone(
+    capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr("rvllm.server.chat_prompt.encode_chat", fail)
+    chat = line("chat", CHAT, messages=[{"role": "user", "content": "Hi"}])
+    write(Path("in.jsonl"), [line("first"), chat, line("last")])
+    assert Run(capsys, *arguments(model)).status == 1  # one line is an error
+    statuses = {e["custom_id"]: e["response"]["status_code"] for e in entries(Path("out.jsonl"))}
+    assert statuses == {"first": 200, "chat": 500, "last": 200}
+
+
 def many(count: int) -> list[dict[str, Any]]:
     """Some greedy, some with seeds of their own, some with that of the run; none ends before its time."""
     rest = ({"temperature": 0}, {"temperature": 1, "seed": 7}, {"temperature": 1})

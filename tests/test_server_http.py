@@ -168,6 +168,21 @@ def test_prompts_are_logged_on_demand_alone(
         assert part in line
 
 
+def test_an_internal_error_is_an_answer_like_any_other(
+    llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "rvllm")
+    monkeypatch.setattr("rvllm.server.tokenize._text_ids", lambda body, model: {}["no such key"])
+    with make_server(llm, cors_origins=("http://page.example",)) as server:
+        headers = {"X-Request-Id": "mine", "Origin": "http://page.example"}
+        response = server.request("POST", "/tokenize", json={"prompt": "x"}, headers=headers)
+    assert "internal error" in error_of(response, 500)["message"]
+    assert response.headers["x-request-id"] == "mine"
+    assert response.headers["access-control-allow-origin"] == "http://page.example"
+    assert "request_id=mine method=POST path=/tokenize status=500" in caplog.text
+    assert "no such key" in caplog.text
+
+
 def test_a_log_line_stays_a_line() -> None:
     assert logfmt(a="x\ny", b=1.5, c=["p\n"], d="") == 'a="x\\ny" b=1.5 c=["p\\n"] d=""'
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from rvllm.gguf_file import printable
-
-logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number: nobody is left to read the answer
 _TYPES = {
@@ -152,7 +149,3 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientGoneError)
     async def client_gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    @app.exception_handler(Exception)
-    async def internal_error(request: Request, error: Exception) -> Response:
-        return APIError(500, "internal error: see the server's log").response()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from starlette.datastructures import Headers, MutableHeaders
 
-from rvllm.server.errors import CLIENT_CLOSED_REQUEST
+from rvllm.server.errors import CLIENT_CLOSED_REQUEST, APIError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +31,7 @@ _QUIET_PATHS = frozenset({"/health", "/metrics"})  # asked every few seconds
 class RequestLog:
     """Gives each request an id (the client's x-request-id, if that is harmless), and logs how it ended.
 
-    HEAD is answered as GET without the body.
+    HEAD is answered as GET without the body, an error that nothing within has answered with 500.
     """
 
     def __init__(self, app: ASGIApp, log_prompts: bool, tracing: Tracing | None = None) -> None:
@@ -48,27 +48,31 @@ class RequestLog:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         start = time.perf_counter()
-        status = CLIENT_CLOSED_REQUEST
-        is_whole = False
+        status = 0  # of an answer that has begun
+        logged = CLIENT_CLOSED_REQUEST  # until the answer is whole
         is_head = scope["method"] == "HEAD"
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status, is_whole
+            nonlocal status, logged
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             elif is_head:
                 message = {**message, "body": b""}
             await send(message)
-            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                logged = status
 
         try:
             inner = {**scope, "method": "GET"} if is_head else scope
             await self.app(inner, receive, send_with_id)
         except Exception:
-            status = 500
             logger.exception("%s", logfmt(request_id=request_id, path=scope["path"]))
-            raise
+            if status:
+                logged = 500
+                raise
+            response = APIError(500, "internal error: see the server's log").response()
+            await response(scope, receive, send_with_id)
         finally:
             self._report(
                 scope,
@@ -76,7 +80,7 @@ class RequestLog:
                     "request_id": request_id,
                     "method": scope["method"],
                     "path": scope["path"],
-                    "status": status if is_whole else CLIENT_CLOSED_REQUEST,
+                    "status": logged,
                 },
                 time.perf_counter() - start,
             )
