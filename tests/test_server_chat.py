@@ -184,7 +184,7 @@ def test_bad_messages_are_named(server: TinyServer, messages: object, param: str
     ("fields", "param"),
     [
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        *(({"chat_template_kwargs": {n: 1}}, "chat_template_kwargs") for n in ("messages", "model", "self")),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"documents": [{"text": "x"}]}, "documents"),
         ({"functions": [{"name": "f"}]}, "functions"),

@@ -15,6 +15,7 @@ from server_client import TinyServer, data_of, make_llm
 from rvllm import SamplingParams
 
 PATH = "/completion"
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +143,7 @@ def test_response_fields_choose(server: TinyServer) -> None:
      ({"logit_bias": [[1.5, 2]]}, "logit_bias"), ({"logit_bias": {"9" * 20: 1}}, "logit_bias"),
      ({"post_sampling_probs": True}, "post_sampling_probs"), ({"prompt": [1, None]}, "prompt"),
      ({"image_data": [{"data": "x", "id": 1}]}, "image_data"), ({"grammar_lazy": True}, "grammar_lazy"),
+     ({"t_max_predict_ms": 10**400}, "t_max_predict_ms"),
      ({"n_cmpl": 0}, "n_cmpl"), ({"repeat_penalty": -1.0}, "repeat_penalty")],
 )  # fmt: skip
 def test_what_is_not_offered_is_named(server: TinyServer, fields: dict[str, Any], param: str) -> None:
@@ -213,7 +215,9 @@ def test_bos_is_added_as_each_world_expects(tmp_path_factory: pytest.TempPathFac
     ("path", "body", "param"),
     [("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
      ("/tokenize", {"prompt": 5}, "prompt"),
-     ("/tokenize", {"messages": [{"role": "user", "content": "x"}], "add_special": True}, "add_special"),
+     ("/tokenize", {**CHAT, "add_special": True}, "add_special"),
+     ("/tokenize", {**CHAT, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+     ("/tokenize", {**CHAT, "chat_template_kwargs": {"model": "x"}}, "chat_template_kwargs"),
      ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": [260]}, "tokens.0"),
      ("/detokenize", {"tokens": [0, -1]}, "tokens.1"),
      ("/detokenize", {"tokens": "x"}, "tokens"), ("/detokenize", {"tokens": [10**30]}, "tokens.0")],

@@ -13,8 +13,10 @@ from rvllm.server.messages import Message, template_messages
 from rvllm.server.schemas import APIRequest, Items, one_of
 from rvllm.server.served_model import ServedModel
 
-_RESERVED = frozenset(
+_RESERVED = frozenset(  # what the calls on the way to the template have arguments of their own for
     {
+        "self",
+        "model",
         "tokenizer",
         "messages",
         "tools",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
 from rvllm.request import CompletionOutput, RequestOutput
 from rvllm.sampling_params import SamplingParams
@@ -74,7 +75,7 @@ class LlamaCompletionRequest(SamplingFields):
     n_probs: int | None = None
     n_cmpl: int | None = None
     return_tokens: bool | None = None
-    t_max_predict_ms: int | None = None
+    t_max_predict_ms: Annotated[int, Field(le=2**63 - 1)] | None = None
     response_fields: Items[str] | None = None
     timings_per_token: bool | None = None
 
