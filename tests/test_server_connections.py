@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
-from server_client import TinyServer, error_of, make_llm, wait_until
+from server_client import TinyServer, data_of, error_of, make_llm, wait_until
 
 from rvllm.server import connection, security
 from rvllm.server.app import BODIES
@@ -181,6 +181,20 @@ def test_a_reader_that_has_stopped_is_let_go(
         wait_until(lambda: server.engine.num_running == 1)
         server.assert_idle()
         assert not rest(client).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_http_10_client_gets_no_chunks(url: str, stream: bool) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": stream})
+    answer = talk(
+        url, f"POST {PATH} HTTP/1.0\r\nHost: tiny\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and (b"content-length" in head.lower()) is not stream
+    if stream:
+        assert data_of(content)[-1] == "[DONE]"
+    else:
+        assert json.loads(content)["usage"]["completion_tokens"] == 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rvllm.server.errors import APIError
 
@@ -16,6 +16,21 @@ WRITE_TIMEOUT = 300.0  # seconds in which a reader that has stopped must take so
 MAX_HEAD_BYTES = 2**16
 
 _UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
+
+
+class _PlainCycle(RequestResponseCycle):
+    """Of a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): the end of the connection ends the body."""
+
+    _has_length = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not self._has_length:
+                self.chunked_encoding = False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -67,6 +82,8 @@ class Connection(HttpToolsProtocol):
         self._num_pending_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _PlainCycle
 
     def on_body(self, body: bytes) -> None:
         self._num_pending_bytes = 0
