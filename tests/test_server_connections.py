@@ -6,18 +6,23 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from pydantic import BaseModel, ValidationError
 from server_client import TinyServer, data_of, error_of, make_llm, wait_until
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
 from rvllm.server import connection, security
 from rvllm.server.app import BODIES
+from rvllm.server.serve import HTTP_SETTINGS
 
 PATH = "/v1/completions"
 GET = b"GET /version HTTP/1.1\r\nHost: tiny\r\n\r\n"
@@ -181,6 +186,28 @@ def test_a_reader_that_has_stopped_is_let_go(
         wait_until(lambda: server.engine.num_running == 1)
         server.assert_idle()
         assert not rest(client).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_a_slow_reader_is_not_let_go(server: TinyServer) -> None:
+    """As the event loop and the transport would call it: what is left to write falls, and falls no more."""
+    timers: list[tuple[Callable[..., None], tuple[int, ...]]] = []
+    loop: Any = SimpleNamespace(call_later=lambda _, call, *arguments: timers.append((call, arguments)))
+    aborted: list[bool] = []
+    left = [1000]
+    transport: Any = SimpleNamespace(
+        get_write_buffer_size=lambda: left[0], abort=lambda: aborted.append(True)
+    )
+    config = uvicorn.Config(server.app, **HTTP_SETTINGS)
+    config.load()
+    client = connection.Connection(config, ServerState(), {}, loop)
+    client.transport, client.flow = transport, FlowControl(transport)
+    client.pause_writing()
+    for size in (999, 400, 400):
+        assert not aborted
+        left[0] = size
+        call, arguments = timers.pop()
+        call(*arguments)
+    assert aborted and not timers
 
 
 @pytest.mark.parametrize("stream", [False, True])

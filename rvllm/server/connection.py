@@ -103,7 +103,18 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self.transport.abort)
+        self._watch_reader()
+
+    def _watch_reader(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(WRITE_TIMEOUT, self._check_reader, size)
+
+    def _check_reader(self, size: int) -> None:
+        """Lets a reader go that has taken nothing since `size` bytes were to be written."""
+        if self.transport.get_write_buffer_size() < size:
+            self._watch_reader()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         super().resume_writing()
