@@ -68,6 +68,7 @@ def test_a_stream_ends_with_the_whole_objects_facts(server: TinyServer) -> None:
     assert "".join(event["content"] for event in events) == whole["content"]
     assert [token for event in events for token in event["tokens"]] == whole["tokens"]
     assert events[-1]["tokens_predicted"] == 8 and "timings" in events[-1]
+    assert (events[-1]["content"], events[-1]["tokens"]) == ("", [])  # clients print what comes before it
 
 
 def test_prompts_of_text_ids_and_both(server: TinyServer) -> None:

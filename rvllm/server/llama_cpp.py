@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -195,10 +196,11 @@ class LlamaAnswer:
         try:
             async for i, output in self.generation:
                 for completion in output.outputs:
-                    if completion.is_finished:
-                        yield event(self.final(i, output, completion))
-                    elif completion.token_ids or completion.text or completion.logprobs:
+                    if completion.token_ids or completion.text:
                         yield event(self._part(i, output, completion))
+                    if completion.is_finished:
+                        rest = replace(completion, text="", token_ids=[], logprobs=None)
+                        yield event(self.final(i, output, rest))
         except APIError as error:
             yield event(error.body)
 
@@ -219,13 +221,13 @@ class LlamaAnswer:
         return part
 
     def final(self, i: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """The last object of a choice; its content is what completion holds, all of it or the rest."""
+        """The last object of a choice; its content is what completion holds: all of it, or in a stream nothing."""
         whole = self.generation.results[i].outputs[completion.index]
         reason, stop = completion.finish_reason, completion.stop_reason
         final = {
             "index": i * self.generation.n + completion.index,
             "content": completion.text,
-            "tokens": completion.token_ids if self.body.return_tokens or self.body.stream else [],
+            "tokens": completion.token_ids if self.body.return_tokens else [],
             "id_slot": -1,
             "stop": True,
             "model": self.generation.model.name,
