@@ -13,6 +13,7 @@ from server_client import TinyServer, data_of, make_llm
 from rvllm.reasoning_formats import find_reasoning
 from rvllm.request import CompletionOutput
 from rvllm.server.chat_output import ChatOutput, TurnFormat
+from rvllm.server.responses_input import input_messages
 from rvllm.server.responses_output import ResponseOutput
 from rvllm.tool_formats import HERMES
 
@@ -80,3 +81,28 @@ def test_a_response_has_the_logprobs_of_all_its_tokens_in_both_modes(
         (part,), (same,) = whole["output"][0]["content"], streamed["output"][0]["content"]
         assert part == same and len(part["logprobs"]) == whole["usage"]["output_tokens"]
         assert whole["usage"]["output_tokens_details"] == streamed["usage"]["output_tokens_details"]
+
+
+def test_the_items_of_a_turn_are_one_message() -> None:
+    def call(name: str) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
+
+    text = {"type": "message", "role": "assistant", "content": "I look."}
+    thoughts = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    result = {"type": "function_call_output", "call_id": "f", "output": "1"}
+    items = [thoughts, text, call("f"), call("g"), result, call("f"), thoughts, call("g")]
+    turns = [
+        (
+            m.role,
+            m.content,
+            (m.model_extra or {}).get("reasoning_content"),
+            [c.id for c in m.tool_calls or ()],
+        )
+        for m in input_messages(None, items)
+    ]
+    assert turns == [
+        ("assistant", "I look.", "hm", ["f", "g"]),
+        ("tool", "1", None, []),
+        ("assistant", None, None, ["f"]),
+        ("assistant", None, "hm", ["g"]),
+    ]

@@ -29,12 +29,14 @@ def input_messages(instructions: str | None, items: str | Sequence[Mapping[str, 
             reasoning = _text(f"input.{i}", item)
             continue
         fields = _message_fields(f"input.{i}", kind, item)
-        if reasoning is not None and fields["role"] == "assistant":
+        thinks = reasoning is not None and fields["role"] == "assistant"
+        if thinks:
             fields["reasoning_content"] = reasoning
         reasoning = None
         message = _message(f"input.{i}", kind, fields)
-        if message.tool_calls and messages and messages[-1].role == "assistant" and messages[-1].tool_calls:
-            messages[-1].tool_calls.extend(message.tool_calls)  # calls of one turn
+        if message.tool_calls and not thinks and messages and messages[-1].role == "assistant":
+            # A turn is its thoughts, its text and its calls, each of which is an item here.
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), *message.tool_calls]
         else:
             messages.append(message)
     if not messages:
