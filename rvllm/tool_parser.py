@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 import string
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import copysign, isfinite
 from typing import Any, NoReturn
 
 from rvllm.reasoning_parser import held_back
@@ -180,7 +183,7 @@ class ToolCallParser:
     def _read(self, text: str, name: str, is_marked: bool) -> list[tuple[str, str]]:
         """(name, arguments) of every call in JSON; none if it is broken, or any of it is no call."""
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = _loads(text)
         except (ValueError, RecursionError):
             return []
         if name:
@@ -236,6 +239,15 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
+def _number(text: str) -> float:
+    """The nearest that is finite: 1e999 is JSON, and a grammar lets it pass, but written back it would be none."""
+    number = float(text)
+    return number if isfinite(number) else copysign(sys.float_info.max, number)
+
+
+_loads = partial(json.loads, parse_constant=_refuse, parse_float=_number)
+
+
 def _call(value: Any) -> tuple[str, str] | None:
     """(name, arguments as JSON text) of a call in one of its usual shapes."""
     if not isinstance(value, dict):
@@ -247,7 +259,7 @@ def _call(value: Any) -> tuple[str, str] | None:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}", parse_constant=_refuse)
+            arguments = _loads(arguments or "{}")
         except (ValueError, RecursionError):
             return None
     if arguments is None:

@@ -81,7 +81,9 @@ def _value(text: str, schema: Any) -> Any:
     if not types or "string" in types:
         return text
     try:
-        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+        json.dumps(value, allow_nan=False)  # Python reads NaN, and 1e999 as an infinity
+        return value
     except (ValueError, RecursionError):
         return text
 

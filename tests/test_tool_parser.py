@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ TOOLS = {
     },
     "g": {},
 }
+MAX = sys.float_info.max
 Item = str | tuple[int, str, Any]
 
 
@@ -99,6 +101,10 @@ CASES: list[tuple[str, str, list[Item]]] = [
             (1, "f", {"b": None}),
         ],
     ),
+    *(
+        ("qwen3_coder", f"<function=f><parameter=a>{text}</parameter></function>", [(0, "f", {"a": text})])
+        for text in ("NaN", "-Infinity", "1e999", '[{"b": 1e999}]')
+    ),
     ("qwen3_coder", "<tool_call><function=g></function></tool_call> ok", [(0, "g", {}), "ok"]),
     (
         "seed_oss",
@@ -126,6 +132,8 @@ CASES: list[tuple[str, str, list[Item]]] = [
     ("json", f"[{call()}, {call('g')}]", [(0, "f", {}), (1, "g", {})]),
     ("json", '{"name": "f", "arguments": "{\\"a\\": 1}"}', [(0, "f", {"a": 1})]),
     ("json", '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}', [(0, "f", {"a": 1})]),
+    ("json", '{"name": "f", "arguments": {"a": [1e999, -1e999]}}', [(0, "f", {"a": [MAX, -MAX]})]),
+    ("json", '{"name": "f", "arguments": "{\\"a\\": 1e999}"}', [(0, "f", {"a": MAX})]),
     ("json", '{"name": "f"}', [(0, "f", {})]),
     ("json", f"\n{call(text='é 😀')}\n", [(0, "f", {"text": "é 😀"})]),
 ]
@@ -137,6 +145,7 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": -Infinity}"}</tool_call>'),
     ("hermes", "<tool_call>" + "[" * 5000),
     ("hermes", "<tool_call>" + "[" * 5000 + "]" * 5000),
     ("hermes", "<tool_call>[]</tool_call>"),
