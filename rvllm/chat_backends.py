@@ -187,7 +187,8 @@ class ServerChat:
                 usage = chunk.get("usage") or {}
                 choice: dict[str, Any] = next(iter(chunk.get("choices") or []), {})
                 delta = choice.get("delta") or {}
-                text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+                text = delta.get("content") or ""
+                reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""  # vLLM's name
                 finish_reason = choice.get("finish_reason") or finish_reason
                 num_tokens = usage.get("completion_tokens", num_tokens + bool(text or reasoning))
                 details = usage.get("prompt_tokens_details") or {}

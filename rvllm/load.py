@@ -153,7 +153,8 @@ def _read_event(data: bytes, now: float, result: RequestResult) -> None:
         return
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        thoughts = delta.get("reasoning_content") or delta.get("reasoning")  # vLLM's name
+        text = choice.get("text") or delta.get("content") or thoughts or ""
         result.finish_reason = choice.get("finish_reason") or result.finish_reason
         # A token may have no text yet, but the role of an answer and the reason of its end are no tokens.
         if text or not (choice.get("finish_reason") or "role" in delta):

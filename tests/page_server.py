@@ -95,7 +95,7 @@ class FakeServer(ThreadingHTTPServer):
         self.silent = False
         self.delay = 0.0
         self.finish_reason = "stop"
-        self.reasoning = ""
+        self.reasoning, self.reasoning_name = "", "reasoning_content"
         self.hang_ups = 0
         self.connections: list[socket.socket] = []
         self.decode_tokens = 0
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.event({"delta": {"role": "assistant", "content": ""}}, 0)
         if self.server.reasoning:
-            self.event({"delta": {"reasoning_content": self.server.reasoning}}, 0)
+            self.event({"delta": {self.server.reasoning_name: self.server.reasoning}}, 0)
         for i, word in enumerate(words):
             if i == 2:
                 while not self.server.go_on.wait(0.02):

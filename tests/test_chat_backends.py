@@ -1,14 +1,15 @@
-"""LocalChat: what a local model thinks is no part of its answer."""
+"""Chat backends: what a model thinks is no part of its answer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from page_server import fake_server
 from server_client import make_llm
 
 from rvllm import SamplingParams, StructuredOutput
-from rvllm.chat_backends import LocalChat
+from rvllm.chat_backends import LocalChat, ServerChat
 
 
 @pytest.mark.parametrize("opened", ["", "<think>"])
@@ -28,3 +29,12 @@ def test_a_mark_in_a_users_text_opens_no_thoughts(tmp_path: Path) -> None:
     backend = LocalChat(make_llm(tmp_path, template=template), "tiny")
     deltas = list(backend.stream([{"role": "user", "content": "what is <think>"}], params))
     assert ("".join(d.reasoning for d in deltas), "".join(d.text for d in deltas)) == ("", "cd")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_servers_thoughts_come_apart_by_either_name(name: str) -> None:
+    with fake_server() as server:
+        server.reasoning, server.reasoning_name = "hm", name
+        stream = ServerChat(server.url).stream([{"role": "user", "content": "one"}], SamplingParams())
+        deltas = list(stream)
+    assert ("".join(d.reasoning for d in deltas), "".join(d.text for d in deltas)) == ("hm", "You said: one")

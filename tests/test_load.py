@@ -134,6 +134,14 @@ def test_answers_that_are_odd(answer: bytes, error: str | None) -> None:
     assert asyncio.run(answer_raw(answer)).error == error
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_count_by_either_name(name: str) -> None:
+    answer = b'data: {"choices": [{"delta": {"%b": "hm"}}]}\n\n' % name.encode()
+    end = b'data: {"choices": [{"delta": {}, "finish_reason": "stop"}]}\n\n'
+    result = asyncio.run(answer_raw(STREAM + answer + end))
+    assert (result.error, result.text, len(result.piece_times)) == (None, "hm", 1)
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x/?a=1", ""])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ValueError, match="is no address such as"):
