@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,14 @@ import pytest
 import uvicorn
 from pydantic import BaseModel, ValidationError
 from server_client import TinyServer, data_of, error_of, make_llm, wait_until
+from starlette.types import Message
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
-from rvllm.server import connection, security
+from rvllm.server import connection, security, streaming
 from rvllm.server.app import BODIES
 from rvllm.server.serve import HTTP_SETTINGS
+from rvllm.server.streaming import EventStream
 
 PATH = "/v1/completions"
 GET = b"GET /version HTTP/1.1\r\nHost: tiny\r\n\r\n"
@@ -310,6 +313,42 @@ def test_of_many_errors_the_first_is_enough(body: type[BaseModel], value: Any) -
             body.model_validate_json(json.dumps({name: value}))
         except ValidationError as error:
             assert error.error_count() < 20, name
+
+
+def test_a_stream_that_falls_silent_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "PING_SECONDS", 0.01)
+
+    async def run() -> list[bytes]:
+        sent: list[bytes] = []
+        pinged = asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            for name in (b"first", b"second"):
+                pinged.clear()
+                await pinged.wait()
+                yield streaming.event({"name": name.decode()})
+
+        async def send(message: Message) -> None:
+            sent.append(message.get("body", b""))
+            if sent[-1] == b": ping\n\n":
+                pinged.set()
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def close() -> None:
+            sent.append(b"closed")
+
+        await EventStream(events(), close)({"type": "http"}, receive, send)
+        await asyncio.sleep(0.03)
+        return sent
+
+    sent = asyncio.run(run())
+    assert [data for data in sent if data != b": ping\n\n"] == [
+        b"", b'data: {"name":"first"}\n\n', b'data: {"name":"second"}\n\n', b"", b"closed",
+    ]  # fmt: skip
+    assert sent[1] == b": ping\n\n" and sent[-2:] == [b"", b"closed"]
 
 
 # Chats

@@ -16,6 +16,8 @@ from rvllm.server.errors import ClientGoneError
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment, which clients skip
+PING_SECONDS = 15.0
 
 
 def event(data: dict[str, Any], name: str | None = None) -> bytes:
@@ -29,7 +31,10 @@ def json_response(content: bytes) -> Response:
 
 
 class EventStream(Response):
-    """Sends events as they come, no faster than the client reads. close() is called at the end, however it comes."""
+    """Sends events as they come, no faster than the client reads. close() is called at the end, however it comes.
+
+    A stream that has nothing to say sends a ping, or proxies would take it for dead: nginx does after a minute.
+    """
 
     media_type = "text/event-stream"
 
@@ -38,6 +43,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._close = close
+        self._is_silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -50,9 +56,22 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for data in self._events:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        pings = asyncio.ensure_future(self._ping(send))
+        try:
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._is_silent = False
+        finally:
+            pings.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        """Looks every 15 seconds, which costs less than a timer for each event."""
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(PING_SECONDS)
+            if self._is_silent:
+                await send({"type": "http.response.body", "body": PING, "more_body": True})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
