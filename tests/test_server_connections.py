@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -211,6 +212,20 @@ def test_a_slow_reader_is_not_let_go(server: TinyServer) -> None:
         call, arguments = timers.pop()
         call(*arguments)
     assert aborted and not timers
+
+
+def test_a_client_that_pipelines_and_hangs_up_ends_its_request(
+    server: TinyServer, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rvllm")
+    body = json.dumps({"prompt": "x", "max_tokens": 8000, "ignore_eos": True})
+    head = f"POST {PATH} HTTP/1.1\r\nHost: tiny\r\nX-Request-Id: gone\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connect(url) as client:
+        client.sendall((head + body).encode() + GET * 3)
+        wait_until(lambda: server.engine.num_running == 1)
+    wait_until(lambda: "request_id=gone" in caplog.text)
+    assert "status=499" in caplog.text and "finish_reason=abort" in caplog.text
+    server.assert_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])

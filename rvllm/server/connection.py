@@ -14,6 +14,7 @@ from rvllm.server.errors import APIError
 HEAD_TIMEOUT = 10.0  # seconds for a request line and its headers, or for the rest of a body that nobody reads
 WRITE_TIMEOUT = 300.0  # seconds in which a reader that has stopped must take something
 MAX_HEAD_BYTES = 2**16
+MAX_PIPELINED = 16  # requests that may wait while one is answered
 
 _UPGRADE_TOKENS = (b"upgrade", b"http2-settings")
 
@@ -41,6 +42,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._running: RequestResponseCycle | None = None  # of those that are pipelined
         self._timer: asyncio.TimerHandle | None = None  # runs while no request is being answered
         self._write_timer: asyncio.TimerHandle | None = None
         self._is_in_head = self._is_in_body = False
@@ -53,7 +55,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.resume_writing()
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # tells the last request, which may not run yet
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -84,6 +89,10 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = _PlainCycle
+        if not self.pipeline:
+            self._running = self.cycle
+        elif len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn has stopped it, and a hang-up would go unseen
 
     def on_body(self, body: bytes) -> None:
         self._num_pending_bytes = 0
@@ -97,6 +106,8 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]  # the next
         super().on_response_complete()
         if self._is_in_head and not self.pipeline:
             self._start_timer()
