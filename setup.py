@@ -53,7 +53,6 @@ NVCC_FLAGS = [
     "-O3",
     "-std=c++17",
     "-fmad=false",  # a fused multiply-add is written out or not there, as on the CPU
-    "-Werror=all-warnings",
     "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
 ]
 METAL_SOURCES = [
@@ -175,7 +174,9 @@ def nvcc_command(cuda: Path, archs: list[str], source: str, output: str) -> list
     for name in ("75", "80"):
         real = [f"sm_{arch}" for arch in archs if min(arch, "80", key=int) == name]
         targets.append(f"-gencode=arch=compute_{name},code=[{','.join([*real, f'compute_{name}'])}]")
-    return [str(cuda / "bin/nvcc"), *NVCC_FLAGS, "-Icsrc", *targets, "-c", source, "-o", output]
+    # Of the host compiler, too, whose warnings differ from version to version: only where all of it is known.
+    strict = ["-Werror=all-warnings"] if os.environ.get("CI") else []
+    return [str(cuda / "bin/nvcc"), *NVCC_FLAGS, *strict, "-Icsrc", *targets, "-c", source, "-o", output]
 
 
 def number_of_cpus() -> int | None:

@@ -60,6 +60,18 @@ def test_this_machines_flags_are_the_default(setup: dict[str, Any], monkeypatch:
         assert setup["isa_flags"]() == setup["ISA_FLAGS"].get(name, {})
 
 
+def test_warnings_of_the_users_compiler_do_not_end_a_build(
+    setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def strict() -> bool:
+        return any("-Werror" in flag for flag in setup["nvcc_command"](Path("cuda"), ["90"], "a.cu", "a.o"))
+
+    monkeypatch.setenv("CI", "true")
+    assert strict()
+    monkeypatch.delenv("CI")
+    assert not strict()
+
+
 def test_metal_kernels_are_compiled_where_the_compiler_is(
     setup: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
