@@ -31,7 +31,9 @@ __global__ void __launch_bounds__(256) dequantize_kernel(__half* out, QuantizedW
       __half values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) values[i] = From<__half>::f(weight_of(scales[r % 2], weights.unit, a[r], r, i));
-      memcpy(out + int64_t(row) * cols + first + 16 * (r / 2) + 4 * t, values, sizeof values);
+      uint2 words;  // one store: from halves, memcpy stores bytes
+      memcpy(&words, values, sizeof words);
+      *reinterpret_cast<uint2*>(out + int64_t(row) * cols + first + 16 * (r / 2) + 4 * t) = words;
     }
   }
 }
