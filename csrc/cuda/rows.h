@@ -9,12 +9,11 @@ namespace rvllm::cuda {
 
 constexpr int kRowChunk = 2048;  // elements in shared memory at a time
 
-// f(x[i], sum) over n elements in 16 lanes, by half a warp out of shared memory; every thread of the block gets the
-// sum.
+// f(x[i], sum) over n elements in 16 lanes, by half a warp out of shared memory, [kRowChunk + 1]; every thread of the
+// block gets the sum.
 template <class F>
-__device__ float ordered_sum(const float* x, int n, const F& f) {
-  RV_SHARED(float, chunk, kRowChunk);
-  RV_SHARED(float, result, 1);
+__device__ float ordered_sum(const float* x, int n, float* chunk, const F& f) {
+  float* const result = chunk + kRowChunk;
   float sum = 0.0f;
   for (int first = 0; first < n; first += kRowChunk) {
     const int count = min(kRowChunk, n - first);
@@ -26,10 +25,10 @@ __device__ float ordered_sum(const float* x, int n, const F& f) {
   }
   if (threadIdx.x < 32) {
     sum = tree_sum16(sum);
-    if (threadIdx.x == 0) result[0] = sum;
+    if (threadIdx.x == 0) *result = sum;
   }
   __syncthreads();
-  return result[0];
+  return *result;
 }
 
 struct PlainRow {  // row `row` of the output is row / per_source of x
@@ -51,13 +50,14 @@ struct NormRow {
   float mean, factor;
 
   __device__ void prepare(int row, int n) {
+    RV_SHARED(float, chunk, kRowChunk + 1);  // here, since each instance of a template would have its own
     x += row * stride;
     if (is_layer_norm) {
-      mean = ordered_sum(x, n, [](float v, float sum) { return sum + v; }) / float(n);
+      mean = ordered_sum(x, n, chunk, [](float v, float sum) { return sum + v; }) / float(n);
       const float m = mean;
-      factor = ordered_sum(x, n, [m](float v, float sum) { return fmaf(v - m, v - m, sum); });
+      factor = ordered_sum(x, n, chunk, [m](float v, float sum) { return fmaf(v - m, v - m, sum); });
     } else {
-      factor = ordered_sum(x, n, [](float v, float sum) { return fmaf(v, v, sum); });
+      factor = ordered_sum(x, n, chunk, [](float v, float sum) { return fmaf(v, v, sum); });
     }
     factor = 1.0f / sqrtf(factor / float(n) + eps);
   }
