@@ -29,8 +29,11 @@ CudaBackend::CudaBackend(const CudaOptions& options)
              "asking for the number of processors");
 }
 
-// Nothing goes while work may use it.
-CudaBackend::~CudaBackend() { cudaStreamSynchronize(stream_); }
+// In any thread, and cuBLAS goes with the device that it came with. Nothing goes while work may use it.
+CudaBackend::~CudaBackend() {
+  cudaSetDevice(options_.device);
+  cudaStreamSynchronize(stream_);
+}
 
 // The device that CUDA works with is each thread's own, and a model may be loaded in one and run in another.
 void CudaBackend::use_device() const { check_cuda(cudaSetDevice(options_.device), "selecting the device"); }

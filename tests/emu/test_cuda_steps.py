@@ -171,6 +171,21 @@ def test_a_backend_works_with_its_own_device_in_every_thread(
     np.testing.assert_array_equal(out, ops.norm(_core.CpuBackend(1, "scalar"), x, ones, 1e-5))
 
 
+def test_a_backend_may_go_in_any_thread(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds of cuBLAS must go with the device that it came with."""
+    if not device.emulated:
+        pytest.skip("needs two devices")
+    monkeypatch.setenv("RVLLM_EMU_DEVICES", "2")
+    handles = ctypes.CDLL(emulated_module().__file__).rv_emu_cublas_handles
+    before = handles()
+    backends = [device.backend(monkeypatch, device=1)]
+    ops.linear(backends[0], int(GGMLType.F16), 1, bytes(4), normal(1, 2))
+    assert handles() == before + 1
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(backends.clear).result()
+    assert handles() == before
+
+
 def test_a_cublas_that_fails_leaves_no_handle(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     if not device.emulated:
         pytest.skip("needs a cuBLAS that fails")

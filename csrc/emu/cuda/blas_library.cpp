@@ -19,6 +19,7 @@ constexpr int kOpN = 0, kF32 = 0, kF16 = 2, kBF16 = 14, kComputeF32 = 68, kGemmD
 
 struct Handle {
   cudaStream_t stream = nullptr;
+  int device = emu::current_device();
 };
 int g_handles = 0;
 
@@ -28,7 +29,9 @@ int create(void** handle) {
   return kSuccess;
 }
 
+// The device must be the one of cublasCreate.
 int destroy(void* handle) {
+  if (static_cast<Handle*>(handle)->device != emu::current_device()) return kNotInitialized;
   delete static_cast<Handle*>(handle);
   --g_handles;
   return kSuccess;
