@@ -18,11 +18,13 @@ PYBIND11_MODULE(_cuda, m) {
       .def_property_readonly("num_replayed", &CudaBackend::num_replayed, "Steps that were replayed as graphs.");
 
   m.def("make_backend",
-        [](int num_threads, const std::vector<std::string>& cublas, int device, bool f16_prefill, bool graphs) {
-          return std::make_shared<CudaBackend>(CudaOptions{device, num_threads, f16_prefill, graphs, cublas});
+        [](int num_threads, const std::vector<std::string>& cublas, int device, bool f16_prefill, bool graphs,
+           int num_processors) {
+          return std::make_shared<CudaBackend>(
+              CudaOptions{device, num_threads, f16_prefill, graphs, cublas, num_processors});
         },
         py::arg("num_threads"), py::arg("cublas") = std::vector<std::string>(), py::arg("device") = 0,
-        py::arg("f16_prefill") = false, py::arg("graphs") = true,
-        "The backend of one GPU. num_threads: of the host. cublas: where to look for cuBLAS. Raises RuntimeError "
-        "saying what is missing.");
+        py::arg("f16_prefill") = false, py::arg("graphs") = true, py::arg("num_processors") = 0,
+        "The backend of one GPU. num_threads: of the host. cublas: where to look for cuBLAS. num_processors: of the "
+        "GPU for which work is cut, by default its own. Raises RuntimeError saying what is missing.");
 }

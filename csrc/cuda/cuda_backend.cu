@@ -25,8 +25,10 @@ const CudaOptions& on_its_device(const CudaOptions& options) {
 CudaBackend::CudaBackend(const CudaOptions& options)
     : options_(on_its_device(options)), pool_(options.num_threads), graphs_(stream_, options.graphs),
       staging_(stream_) {
-  check_cuda(cudaDeviceGetAttribute(&num_processors_, cudaDevAttrMultiProcessorCount, options.device),
-             "asking for the number of processors");
+  num_processors_ = options.num_processors;
+  if (num_processors_ == 0)
+    check_cuda(cudaDeviceGetAttribute(&num_processors_, cudaDevAttrMultiProcessorCount, options.device),
+               "asking for the number of processors");
 }
 
 // In any thread, and cuBLAS goes with the device that it came with. Nothing goes while work may use it.

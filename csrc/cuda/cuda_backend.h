@@ -25,6 +25,7 @@ struct CudaOptions {
   bool f16_prefill = false;
   bool graphs = true;
   std::vector<std::string> cublas;   // where to look for it
+  int num_processors = 0;            // for which work is cut; 0: as many as there are
 };
 
 class CudaBackend final : public Backend {

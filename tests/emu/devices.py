@@ -1,4 +1,5 @@
-"""The devices that operations are tested on: the CPU, the CUDA backend over the emulator, and a GPU where there is one.
+"""The devices that operations are tested on: the CPU, the CUDA backend over the emulator, and a GPU where there is one,
+which takes each operation both as itself and as a small one.
 
 RVLLM_EMU_VARIANT names a sanitized build of the emulated backend; such a test process is started by run_sanitized.py.
 With RVLLM_REQUIRE_GPU a GPU that cannot be used fails its tests, which are skipped otherwise.
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import sys
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -29,13 +30,14 @@ VARIANT = os.environ.get("RVLLM_EMU_VARIANT", "plain")
 class Device:
     name: str
     settings: dict[str, str] = field(default_factory=dict)  # of the emulator, by their names after RVLLM_EMU_
+    options: dict[str, int] = field(default_factory=dict)  # of the backend
 
     @property
     def emulated(self) -> bool:
         return self.name.startswith("emulator")
 
     def backend(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
-        """A new backend. Skips the test, saying why, when this is the GPU and there is none."""
+        """A new backend. Skips the test, saying why, when this is a GPU and there is none."""
         if self.name == "cpu":
             return _core.CpuBackend(1)
         for name, value in self.settings.items():
@@ -44,7 +46,7 @@ class Device:
             reset_emulator()
             return emulated_module().make_backend(1, **options)
         try:
-            return import_cuda().make_backend(1, cublas_libraries(), **options)
+            return import_cuda().make_backend(1, cublas_libraries(), **{**self.options, **options})
         except (ImportError, ValueError, RuntimeError) as error:
             if os.environ.get("RVLLM_REQUIRE_GPU"):
                 raise
@@ -57,9 +59,11 @@ SCHEDULES = [
     Device("emulator-reverse", {"ORDER": "1", "GUARD": "1" if VARIANT == "plain" else "0"}),
     Device("emulator-random", {"ORDER": "2", "LAZY": "1"}),
 ]
-CPU, GPU = Device("cpu"), Device("gpu")
+CPU = Device("cpu")
+# Tests have too little work for a large GPU to take all kernels; for as many processors as the emulator's it does.
+GPUS = [Device("gpu"), Device("gpu-small", options={"num_processors": 4})]
 # Under a sanitizer the order hardly matters: what it finds, it finds in any.
-DEVICES = [CPU, *SCHEDULES, GPU] if VARIANT == "plain" else SCHEDULES[-1:]
+DEVICES = [CPU, *SCHEDULES, *GPUS] if VARIANT == "plain" else SCHEDULES[-1:]
 
 
 @cache
@@ -83,6 +87,8 @@ def use_cuda(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make device="cuda" of the engine mean this device. Skips the test where it is a GPU that is not there."""
     if not device.emulated:
         device.backend(monkeypatch)
+        module = import_cuda()
+        monkeypatch.setattr(module, "make_backend", partial(module.make_backend, **device.options))
         return
     for name, value in device.settings.items():
         monkeypatch.setenv(f"RVLLM_EMU_{name}", value)

@@ -186,6 +186,22 @@ def test_a_backend_may_go_in_any_thread(device: Device, monkeypatch: pytest.Monk
     assert handles() == before
 
 
+def test_work_is_cut_for_as_many_processors_as_asked_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions of attention take memory where each has a block of its own: not where one would be kept waiting."""
+    if not device.emulated:
+        pytest.skip("needs memory that is counted by the byte")
+    step = Step([1], [300], 16, 4, 4, 32)
+    taken = []
+    for num_processors in (1, 2, 0):
+        backend = device.backend(monkeypatch, num_processors=num_processors)
+        free, _ = backend.memory_info
+        step.attend_last(backend, 0)
+        taken.append(free - backend.memory_info[0])
+    assert taken[0] < taken[1] == taken[2]
+
+
 def test_a_cublas_that_fails_leaves_no_handle(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     if not device.emulated:
         pytest.skip("needs a cuBLAS that fails")
