@@ -73,7 +73,7 @@ make_models >"$work/models.log" 2>&1 &
 making=$!
 
 printf '=== build for sm_%s\n' "$arch"
-RVLLM_CUDA_ARCHS=$arch "$python" setup.py -q build_ext --inplace >"$work/build.log" 2>&1 ||
+CI= RVLLM_CUDA_ARCHS=$arch "$python" setup.py -q build_ext --inplace >"$work/build.log" 2>&1 ||
   { cat "$work/build.log"; exit 1; }
 "$python" -c 'import rvllm._cuda' || exit 1
 "$python" tests/emu/build_emulated.py >"$work/emulator.log" 2>&1 &
@@ -106,12 +106,16 @@ run_function() {
   [ "$status" -eq 0 ] || echo "- \`${1##*/}\`: status $status, $(grep -a '::\|^=.* in ' "$log" | tail -n 1)"
   return "$status"
 }
-few='gpu and (test_norm or test_rope or test_add or test_attention_sinks or (test_linear and Q4_K))'
+few='gpu and not by_cublas and (test_norm or test_rope or test_add or test_attention_sinks or (test_linear and Q4_K))'
 sanitize() {
-  local tool status=0
+  local tool status=0 tests
   for tool in memcheck racecheck synccheck initcheck; do
+    tests=$few
+    # Products read the rows that fill up a tile of 8 tokens, which none writes, and let go of what comes of them.
+    [ "$tool" != initcheck ] || tests="$few and not linear"
+    # shellcheck disable=SC2086
     compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" $pytest -q tests/emu/test_cuda_ops.py \
-      -k "$few" >"$work/$tool.log" 2>&1 || { status=1; echo "- $tool: failed"; }
+      -k "$tests" >"$work/$tool.log" 2>&1 || { status=1; echo "- $tool: failed"; }
     echo "- $tool: $(grep -a 'ERROR SUMMARY\|RACECHECK SUMMARY' "$work/$tool.log" | tail -n 1)"
     head -c 200000 "$work/$tool.log" >&2
   done
