@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from reprlib import repr as short
 
 import tokenizers
 from tokenizers import models, pre_tokenizers
@@ -90,9 +91,14 @@ def _library(
     metadata: Mapping[str, object], vocabulary: Vocabulary, rule: PreTokenizer
 ) -> tokenizers.Tokenizer:
     hidden = (TokenType.CONTROL, TokenType.UNKNOWN)  # never to be made by a merge
-    tokens = zip(read_strings(metadata, TOKENS_KEY), vocabulary.types.tolist(), strict=True)
-    ids = {token: id for id, (token, kind) in enumerate(tokens) if kind not in hidden}
-    merges = _read_merges(metadata)
+    tokens = read_strings(metadata, TOKENS_KEY)
+    kinds = vocabulary.types.tolist()
+    ids = {token: id for id, token in enumerate(tokens) if kinds[id] not in hidden}
+    special = set(tokens) - ids.keys()
+    merges = [pair for pair in _read_merges(metadata) if special.isdisjoint((*pair, "".join(pair)))]
+    for left, right in merges:
+        if left + right not in ids:  # the library panics on one longer than all tokens
+            raise TokenizerError(f"{MERGES_KEY}: token {short(left + right)} is out of vocabulary")
     try:
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=rule.ignore_merges)
     except Exception as error:  # the library raises plain Exception

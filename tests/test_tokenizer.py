@@ -358,6 +358,15 @@ def test_ignore_merges() -> None:
     assert Tokenizer.from_gguf(bpe_metadata(merges)).encode("abc") == [258]
 
 
+def test_merges_make_no_control_token() -> None:
+    metadata = bpe_metadata(("a b", "ab c", "b c"))
+    types = metadata["tokenizer.ggml.token_type"].copy()
+    types[256] = 3
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+    assert tokenizer.encode("abc") == [ord("a"), 258]
+    assert tokenizer.encode("abc", parse_special=True) == [256, ord("c")]
+
+
 def test_missing_pre_tokenizer_is_default_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.from_gguf(bpe_metadata(pre=None))
     assert tokenizer.decode(tokenizer.encode("don't")) == "don't"
