@@ -14,7 +14,7 @@ from functools import cached_property
 
 from rvllm._tokenizer import SpecialTokens
 from rvllm.detokenizer import Detokenizer
-from rvllm.vocabulary import PREFIX, TokenizerError, TokenType, Vocabulary, read
+from rvllm.vocabulary import BYTE_TEXT, PREFIX, TokenizerError, TokenType, Vocabulary, read
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
@@ -118,7 +118,8 @@ class Tokenizer(ABC):
             return self._piece_bytes(self.vocabulary.pieces.text(token_id))
         piece = self.vocabulary.pieces.raw(token_id)
         if kind == TokenType.BYTE:
-            return bytes.fromhex(piece[3:5].decode())
+            match = BYTE_TEXT.fullmatch(piece.decode())
+            return b"" if match is None else bytes.fromhex(match[1])
         return piece if special or kind == TokenType.USER_DEFINED else b""
 
     def token_text(self, token_id: int) -> str:

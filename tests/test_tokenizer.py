@@ -367,6 +367,15 @@ def test_merges_make_no_control_token() -> None:
     assert tokenizer.encode("abc", parse_special=True) == [256, ord("c")]
 
 
+def test_byte_token_without_a_byte() -> None:
+    metadata = bpe_metadata(("a b",))
+    types = metadata["tokenizer.ggml.token_type"].copy()
+    types[256] = 6
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+    assert (tokenizer.token_bytes(256), tokenizer.decode([256, ord("c")])) == (b"", "c")
+    assert tokenizer.longest_token == len("<|endoftext|>")
+
+
 def test_missing_pre_tokenizer_is_default_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.from_gguf(bpe_metadata(pre=None))
     assert tokenizer.decode(tokenizer.encode("don't")) == "don't"
