@@ -19,7 +19,8 @@ from rvllm.vocabulary import BYTE_TEXT, TOKENS_KEY, TYPES_KEY, TokenizerError, T
 
 
 class HFTokenizer(Tokenizer):
-    """Encodes as the library does with this file; the special ids and what goes around a text come from the model.
+    """Encodes as the library does with this file; the special ids come from the model, and so does what goes around
+    a text. Where the model does not say whether BOS does, the file decides.
 
     metadata: of the GGUF file. Its token table may be longer than the file's by unused tokens only.
     """
@@ -39,7 +40,9 @@ class HFTokenizer(Tokenizer):
         added = self._special.get_added_tokens_decoder().items()
         left, right = (id for id, token in added if token.lstrip), (id for id, token in added if token.rstrip)
         vocabulary = Vocabulary.from_tokens(tokens, types, metadata, left, right)
-        super().__init__(vocabulary, add_bos=False, add_space_prefix=any(map(_strips_blank, decoders)))
+        bos = vocabulary.bos_id
+        add_bos = bos is not None and self._special.encode("").ids[:1] == [bos]
+        super().__init__(vocabulary, add_bos, add_space_prefix=any(map(_strips_blank, decoders)))
 
     def _encode_text(self, text: str, parse_special: bool) -> list[int]:
         library = self._special if parse_special else self._plain

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from vocabularies import bpe_metadata, spm_metadata
 
 from rvllm.tokenizer import Tokenizer, TokenizerError
@@ -45,6 +45,20 @@ def test_tokenizer_file(tmp_path: Path) -> None:
             ids = own.encode(text, parse_special=parse_special)
             assert tokenizer.encode(text, parse_special=parse_special) == ids
             assert tokenizer.decode(ids) == own.decode(ids)
+
+
+@pytest.mark.parametrize("add_bos_token", [None, False, True])
+def test_bos_of_a_tokenizer_file(tmp_path: Path, add_bos_token: bool | None) -> None:
+    metadata = bpe_metadata(("a b",), pre="llama-bpe", add_bos_token=add_bos_token)
+    path = library_file(tmp_path, metadata, 262)
+    assert Tokenizer.from_file(path, metadata).add_bos_token is (add_bos_token is True)
+    library = tokenizers.Tokenizer.from_file(str(path))
+    bos = ("<|im_start|>", library.token_to_id("<|im_start|>"))
+    library.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[bos])
+    library.save(str(path))
+    tokenizer, own = Tokenizer.from_file(path, metadata), Tokenizer.from_gguf(metadata)
+    assert tokenizer.add_bos_token is (add_bos_token is not False)
+    assert tokenizer.encode("ab") == own.encode("ab")
 
 
 def test_tokenizer_file_of_sentencepiece_kind(tmp_path: Path) -> None:
