@@ -63,7 +63,8 @@ METAL_SOURCES = [
     "csrc/thread_pool.cpp",
 ]
 # Without fast math, for the CPU's order of operations; for the oldest macOS that is supported, not that of the SDK.
-METAL_COMMAND = ["xcrun", "-sdk", "macosx", "metal", "-O2", "-mmacosx-version-min=14.0", "-fno-fast-math"]
+METAL_FLAGS = ["-O2", "-mmacosx-version-min=14.0", "-ffp-contract=off", "-fno-fast-math"]
+METAL_COMMAND = ["xcrun", "-sdk", "macosx", "metal", *METAL_FLAGS]
 # Without CoreGraphics the system has no default device for a program of the command line.
 METAL_FRAMEWORKS = ["Foundation", "CoreGraphics", "Metal", "MetalPerformanceShaders"]
 CYTHON_MODULES = ["_batch", "_gguf", "_tokenizer"]
@@ -192,6 +193,11 @@ class BuildExt(build_ext):
         super().build_extension(ext)
         if ext.name == "rvllm._metal":
             make_metal_library(Path(self.get_ext_fullpath(ext.name)).parent)
+
+    def copy_extensions_to_source(self) -> None:
+        super().copy_extensions_to_source()  # of what is built in place: the modules alone
+        if any(ext.name == "rvllm._metal" for ext in self.extensions):
+            make_metal_library(Path("rvllm"))
 
     def compile_kernels(self) -> list[str]:
         cuda = find_cuda()

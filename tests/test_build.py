@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,13 +86,30 @@ def test_metal_kernels_are_compiled_where_the_compiler_is(
     source = (tmp_path / "metal_kernels.metal").read_text()
     assert 'host_name("attention_f16_8")' in source and '#include "' not in source
     assert "compiled when they are loaded" in capsys.readouterr().out
-    (tools / "xcrun").write_text('#!/bin/sh\ncase "$*" in *-fno-fast-math*) echo > "$8";; esac\n')
+    (tools / "xcrun").write_text('#!/bin/sh\ncase "$*" in *-fno-fast-math*) echo > "$9";; esac\n')
     (tools / "xcrun").chmod(0o755)
     setup["make_metal_library"](tmp_path)
     assert (tmp_path / "metal_kernels.metallib").exists()
     setup["METAL_COMMAND"][-1] = "-fast"
     setup["make_metal_library"](tmp_path)
     assert not (tmp_path / "metal_kernels.metallib").exists()
+
+
+def test_metal_kernels_lie_beside_a_module_that_is_built_in_place(setup: dict[str, Any]) -> None:
+    made: list[Any] = []
+    base = type("build_ext", (), {"copy_extensions_to_source": lambda self: made.append("modules")})
+    names = {**setup, "build_ext": base, "make_metal_library": made.append}
+    body = ast.parse((ROOT / "setup.py").read_text()).body
+    future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
+    kept = [node for node in body if isinstance(node, ast.ClassDef) and node.name == "BuildExt"]
+    exec(compile(ast.fix_missing_locations(ast.Module([future, *kept], [])), "setup.py", "exec"), names)
+    build = names["BuildExt"]()
+    build.extensions = [SimpleNamespace(name="rvllm._core")]
+    build.copy_extensions_to_source()
+    assert made == ["modules"]
+    build.extensions.append(SimpleNamespace(name="rvllm._metal"))
+    build.copy_extensions_to_source()
+    assert made == ["modules", "modules", Path("rvllm")]
 
 
 def test_metal_is_built_on_macos_alone(setup: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

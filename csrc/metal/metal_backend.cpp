@@ -195,7 +195,7 @@ void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const Ex
     const Tensor columns = out.columns(m.first_row, m.args.rows);
     const LinearArgs args{m.args,           int(out.rows),   int(x.stride),      per_source,
                           int(out.stride),  bias != nullptr, experts != nullptr};
-    if (uses_tiles(m, out.rows, experts) && mps_ && m.type != GgmlType::BF16)
+    if (uses_tiles(m, out.rows, experts) && fits_mps(m, out.rows))
       multiply_by_mps(columns, x, m, bias);
     else if (uses_tiles(m, out.rows, experts))
       device_.encode(m.kernel("matmul"), {divided_up(m.args.rows, 64), divided_up(out.rows, 32)}, 128, args,
@@ -209,6 +209,11 @@ void MetalBackend::multiply(Tensor out, Tensor x, const Weight& weight, const Ex
       device_.encode(m.kernel("matvec"), {divided_up(m.args.rows, 4), token_tiles}, 128, args,
                      {columns.data, m.data, x.data, bias, rows.tile_expert, rows.choices});
   }
+}
+
+// MPS has no product of BF16, and larger ones came out as NaN on M1 and M2 (JuliaGPU/Metal.jl#381).
+bool MetalBackend::fits_mps(const MetalMatrix& w, int64_t tokens) const {
+  return mps_ && w.type != GgmlType::BF16 && (tokens + 2 * int64_t(w.args.cols)) * w.args.rows * 4 < int64_t(1) << 31;
 }
 
 void MetalBackend::multiply_by_mps(Tensor out, Tensor x, const MetalMatrix& w, const float* bias) {

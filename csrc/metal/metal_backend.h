@@ -89,6 +89,7 @@ class MetalBackend final : public Backend {
   void multiply_by_mps(Tensor out, Tensor x, const MetalMatrix& w, const float* bias);
   // Whether float activations are multiplied by tiles of the weights, by MPS or by `matmul`.
   bool uses_tiles(const MetalMatrix& w, int64_t tokens, const ExpertRows* experts) const;
+  bool fits_mps(const MetalMatrix& w, int64_t tokens) const;
 
   MetalDevice device_;
   ThreadPool pool_;

@@ -5,6 +5,7 @@
 #import <Metal/Metal.h>
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
+#include <cstdlib>
 #include <fstream>
 #include <map>
 #include <sstream>
@@ -100,6 +101,8 @@ Own<id<MTLComputePipelineState>> make_pipeline(id<MTLDevice> device, id<MTLLibra
 
 }  // namespace
 
+constexpr int kMostDispatches = 64;  // of a command buffer: the GPU begins while others are encoded
+
 struct MetalDevice::State {
   Own<id<MTLDevice>> device;
   Own<id<MTLCommandQueue>> queue;
@@ -108,6 +111,7 @@ struct MetalDevice::State {
   std::shared_ptr<void> unused;                     // stands for what a kernel does not read
   Own<id<MTLCommandBuffer>> commands;
   Own<id<MTLComputeCommandEncoder>> encoder;
+  int num_dispatches = 0;  // in commands
   std::vector<Own<id<MTLCommandBuffer>>> committed;
 
   std::pair<id<MTLBuffer>, NSUInteger> find(const void* data) const {
@@ -134,6 +138,8 @@ MetalDevice::MetalDevice(const std::string& library, const std::vector<KernelRow
     : state_(std::make_shared<State>()) {
   const AutoreleasePool pool;
   State& s = *state_;
+  // Else macOS ends long commands while a display is on ("Impacting Interactivity"); read with the first device.
+  setenv("AGX_RELAX_CDM_CTXSTORE_TIMEOUT", "1", 0);
   s.device = Own<id<MTLDevice>>(MTLCreateSystemDefaultDevice());
   if (!s.device) fail("this machine has no Metal device");
   if (![s.device.get() supportsFamily:MTLGPUFamilyApple7])
@@ -210,6 +216,7 @@ void MetalDevice::encode(const std::string& kernel, GridSize groups, int threads
   if (threadgroup_bytes > 0) [encoder setThreadgroupMemoryLength:(threadgroup_bytes + 15) / 16 * 16 atIndex:0];
   [encoder dispatchThreadgroups:MTLSizeMake(NSUInteger(groups.x), NSUInteger(groups.y), NSUInteger(groups.z))
           threadsPerThreadgroup:MTLSizeMake(NSUInteger(threads), 1, 1)];
+  if (++s.num_dispatches >= kMostDispatches) commit();
 }
 
 void MetalDevice::matmul_f16(float* out, int64_t out_stride, const void* x, const void* w, int64_t m, int64_t n,
@@ -250,6 +257,7 @@ void MetalDevice::commit() {
   const AutoreleasePool pool;
   s.end_encoder();
   [s.commands.get() commit];
+  s.num_dispatches = 0;
   s.committed.push_back(std::move(s.commands));
 }
 
