@@ -29,8 +29,7 @@ from rvllm.tokenizer import Tokenizer, TokenizerError
         ({"merges": None}, "tokenizer.ggml.merges: must be an array of strings"),
         ({"merges": ["ab"]}, "^tokenizer.ggml.merges: entry 0, 'ab', is not two pieces"),
         ({"merges": ["a b"]}, "tokenizer.ggml.merges: .*ab.* out of vocabulary"),
-        ({"merges": ["a <think>"]}, "tokenizer.ggml.merges: .*a<think>.* out of vocabulary"),
-        ({"merges": ["a x y"]}, "tokenizer.ggml.merges: .*ax y.* out of vocabulary"),
+        ({"merges": ["a </think>"]}, "tokenizer.ggml.merges: .*a</think>.* out of vocabulary"),
         (
             {"eos_token_id": 0xFFFFFFFF},
             "tokenizer.ggml.eos_token_id: 4294967295 is outside the vocabulary, 0 to 260",
