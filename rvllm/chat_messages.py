@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from reprlib import repr as short
 from typing import Any
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -31,13 +32,19 @@ def with_texts(source: str, messages: Sequence[Message]) -> list[Message]:
                 if kind not in TEXT_PARTS:
                     where = f"messages.{i}.content.{j}"
                     raise ChatTemplateError(
-                        f"{where}: parts of type {kind!r:.50} are not supported: the model reads text"
+                        f"{where}: parts of type {short(kind)} are not supported: the model reads text"
                     )
             texts = [part["text"] for part in parts if isinstance(part, Mapping) and "text" in part]
             if len(texts) == len(parts) and not GOES_THROUGH_PARTS.search(source):
                 message = {**message, "content": "\n".join(map(str, texts))}
         plain.append(message)
     return plain
+
+
+def text_of(message: Message) -> str:
+    """The content as one text, whatever the template does with parts; nothing is no text."""
+    (plain,) = with_texts("", [message])
+    return str(plain.get("content") or "")
 
 
 def adapt(source: str, message: Message) -> Message:
@@ -67,7 +74,7 @@ def fold_system(messages: Sequence[Message]) -> list[Message]:
     at = next((i for i, message in enumerate(rest) if message.get("role") == "user"), None)
     if at is None:
         return [{**system, "role": "user"}, *rest]
-    texts = (system.get("content"), rest[at].get("content"))
+    texts = [message.get("content") or "" for message in (system, rest[at])]
     parts = [text if isinstance(text, list) else [{"type": "text", "text": text}] for text in texts]
     joined: Any = parts[0] + parts[1]
     if all(isinstance(text, str) for text in texts):

@@ -158,6 +158,7 @@ class ChatTemplate:
             return self.for_tools.encode_chat(
                 tokenizer, messages, add_generation_prompt, continue_final_message, **kwargs
             )
+        messages = with_texts(self.source, messages)
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         if (kwargs.get("tools") or has_calls) and "tools" not in self.source:
             messages = tell_tools(messages, kwargs.pop("tools", None) or ())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rvllm.chat_messages import ChatTemplateError
+from rvllm.chat_messages import ChatTemplateError, text_of
 from rvllm.tool_formats import ToolFormat
 
 # A template that looks for tools in the system message, as JSON text (Phi-4-mini's).
@@ -40,17 +40,17 @@ def tell_tools(
     if not told:
         return plain
     if plain and plain[0].get("role") == "system":
-        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
+        return [{**plain[0], "content": "\n\n".join(filter(None, (text_of(plain[0]), told)))}, *plain[1:]]
     return [{"role": "system", "content": told}, *plain]
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{message.get('content')}\n</tool_response>"}
+        return {"role": "user", "content": f"<tool_response>\n{text_of(message)}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
-    texts = [message["content"]] if message.get("content") else []
+    texts = [text] if (text := text_of(message)) else []
     for call in calls:
         texts.append(f"<tool_call>\n{json.dumps(_function(call), ensure_ascii=False)}\n</tool_call>")
     return {"role": "assistant", "content": "\n".join(texts)}
@@ -72,7 +72,7 @@ def write_calls(messages: Sequence[Mapping[str, Any]], form: ToolFormat) -> list
     for message in messages:
         if calls := message.get("tool_calls"):
             text = json.dumps([_function(call) for call in calls], ensure_ascii=False)
-            text = "".join((message.get("content") or "", *form.starts[:1], text, *form.ends[:1]))
+            text = "".join((text_of(message), *form.starts[:1], text, *form.ends[:1]))
             message = {**message, "content": text}
         written.append(message)
     return written
