@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache, wraps
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from jinja2 import Environment, nodes, pass_environment
 from jinja2.exceptions import TemplateError
@@ -22,10 +22,14 @@ from jinja2.filters import do_format, do_indent, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+T = TypeVar("T")
 
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 10.0
 MAX_CHARACTERS = 2**24
+MAX_BYTES = 2**28  # of all texts and lists that one rendering makes: nobody tells which of them it keeps
 
 _WIDTH = re.compile(r"\d+")  # of a field, in a format
 _NESTED = re.compile(r"%[^%]*\*|\{[^{}]*\{")  # fields whose width is an argument
@@ -47,11 +51,11 @@ class BudgetError(TemplateError):
 
 class Budget:
     """What one rendering may still do. Only those of the usual ways to do much are watched that a template has: loops,
-    calls, and operators that join or repeat."""
+    calls, filters, slices, and operators that join or repeat."""
 
     def __init__(self, is_abandoned: Callable[[], bool]) -> None:
         self._is_abandoned = is_abandoned
-        self._steps = 0
+        self._steps = self._bytes = 0
         self._deadline = time.monotonic() + MAX_SECONDS
 
     def step(self) -> None:
@@ -64,6 +68,13 @@ class Budget:
         if self._is_abandoned():
             raise BudgetError("nobody waits for it any more")
 
+    def make(self, value: object) -> None:
+        """Counts a text or list that was made, at a byte a character and eight an item."""
+        if isinstance(value, (str, list, tuple, dict)):
+            self._bytes += len(value) if isinstance(value, str) else 8 * len(value)
+            if self._bytes > MAX_BYTES:
+                raise BudgetError(f"makes texts and lists of more than {MAX_BYTES} bytes in all")
+
     @staticmethod
     def check_size(size: int) -> None:
         if size > MAX_CHARACTERS:
@@ -73,8 +84,14 @@ class Budget:
 budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
+class _Slices(NodeTransformer):
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter("_made", node) if isinstance(node.arg, nodes.Slice) else node
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "*", "**", "//", "%"])
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
@@ -83,7 +100,11 @@ class _Environment(ImmutableSandboxedEnvironment):
         for concat in list(template.find_all(nodes.Concat)):
             # The parts of a ~ b as one list, so that their sizes are known before they are joined.
             concat.nodes = [_filter("_joined", nodes.List(concat.nodes, lineno=concat.lineno))]
-        return template
+        return cast(nodes.Template, _Slices().visit(template))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        # They make bytes, whose sizes nobody watches.
+        return attr not in ("encode", "to_bytes") and super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
         if current := budget.get():
@@ -95,7 +116,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         result = super().call(context, function, *args, **kwargs)
         if isinstance(result, str):
             Budget.check_size(len(result))
-        return result
+        return _made(result)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
@@ -114,19 +135,28 @@ class _Environment(ImmutableSandboxedEnvironment):
         sized = (str, list, tuple)
         if operator == "+" and isinstance(left, sized) and isinstance(right, sized):
             Budget.check_size(len(left) + len(right))
+        elif operator != "+" and isinstance(left, int) and isinstance(right, int):
+            # Their time grows faster than the numbers' length, and other threads wait for its end.
+            power = operator == "**"
+            bits = left.bit_length() * right if power else left.bit_length() + right.bit_length()
+            Budget.check_size(64 * bits)
         elif operator == "*":
             for some, count in ((left, right), (right, left)):
                 if isinstance(some, sized) and isinstance(count, int):
                     Budget.check_size(len(some) * count)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            Budget.check_size(left.bit_length() * right)
         elif operator == "%" and isinstance(left, str):
             _check_format(left, "%", right if isinstance(right, tuple) else [right])
-        return super().call_binop(context, operator, left, right)
+        return _made(super().call_binop(context, operator, left, right))
 
 
 def _filter(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(cast(nodes.Expr, node), name, [], [], None, None, lineno=node.lineno)
+
+
+def _made(value: T) -> T:
+    if current := budget.get():
+        current.make(value)
+    return value
 
 
 def _check_widths(*values: object) -> None:
@@ -184,7 +214,7 @@ def _concat(parts: Iterable[str]) -> str:
         size += len(part)
         Budget.check_size(size)
         kept.append(part)
-    return "".join(kept)
+    return _made("".join(kept))
 
 
 def _finalize(value: Any) -> Any:
@@ -214,6 +244,16 @@ def _sized(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return sized
+
+
+def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that counts what it makes."""
+
+    @wraps(function)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        return _made(function(*args, **kwargs))
+
+    return counting
 
 
 def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
@@ -289,7 +329,9 @@ def environment() -> ImmutableSandboxedEnvironment:
     for name in ("pprint", "string", "sum", "urlencode", "xmlattr"):
         made.filters[name] = _sized(made.filters[name])
     made.filters |= {"format": _format, "indent": _indent, "join": _join, "replace": _replace}
-    made.filters |= {"tojson": _sized(_tojson), "_counted": _counted, "_joined": _joined}
+    made.filters["tojson"] = _sized(_tojson)
+    made.filters = {name: _counting(function) for name, function in made.filters.items()}
+    made.filters |= {"_counted": _counted, "_joined": _joined, "_made": _made}
     del made.globals["lipsum"]  # texts of any length, in a loop of its own
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now

@@ -166,6 +166,12 @@ def test_sandbox(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("{{ 'x' * 10**10 }}", "parts"),
         ("{{ [1] * 10**10 }}", "parts"),
         ("{{ 10 ** (10 ** 9) }}", "parts"),
+        ("{% set n = 10 ** 50000 %}{% for i in range(9) %}{{ n * n }}{% endfor %}", "parts"),
+        ("{{ ('f' * 2**24) | int(base=16) // 3 }}", "parts"),
+        ("{{ ('f' * 2**24) | int(base=16) % 3 }}", "parts"),
+        ("{{ 'x'.encode() }}", "attribute 'encode'"),
+        ("{{ ('x' | attr('encode'))() }}", "unsafe|undefined"),
+        ("{{ (5).to_bytes(3000000000, 'big') }}", "attribute 'to_bytes'"),
         ("{{ 'x'.center(10**10) }}", "parts"),
         ("{{ 'x' | center(10**10) }}", "parts"),
         ("{{ '%9999999999d' % 1 }}", "parts"),
@@ -197,6 +203,29 @@ def test_hostile_templates_end(source: str, message: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("rvllm.jinja_environment.MAX_STEPS", 20_000)
     with pytest.raises(ChatTemplateError, match=message):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "a * 1",
+        "a + [0]",
+        "a[1:]",
+        "a.copy()",
+        "a | list",
+        "a | sort",
+        "a | batch(9) | first",
+        "a ~ ''",
+        "a | string",
+    ],
+)
+def test_what_a_template_makes_in_all(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "{% set a = [0] * 10 %}{% for i in range(30) %}{% set b = " + more + " %}{% endfor %}"
+    monkeypatch.setattr("rvllm.jinja_environment.MAX_BYTES", 800)
+    with pytest.raises(ChatTemplateError, match="more than 800 bytes in all"):
+        render(source)
+    monkeypatch.setattr("rvllm.jinja_environment.MAX_BYTES", 5000)
+    assert render(source) == ""
 
 
 def test_a_template_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
