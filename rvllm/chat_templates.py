@@ -13,19 +13,17 @@ _SPLIT_SYSTEM = (
 )
 
 
-def _instruct(system_head: str, system_tail: str, user_tail: str, answer_head: str) -> str:
-    """[INST] turns, the system message within the first."""
+def _instruct(system: str, turn: str, answer: str) -> str:
+    """[INST] turns that alternate, the first with the system message in it. All three are Jinja expressions."""
     return (
-        _SPLIT_SYSTEM + "{{ bos_token }}{% for m in messages %}"
+        _SPLIT_SYSTEM + "{% for m in messages %}"
         "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}" + _ALTERNATE + "{% endif %}"
-        "{% if m.role == 'user' %}{{ '[INST] ' }}"
-        "{% if loop.first and system %}{{ '"
-        + system_head
-        + "' + system + '"
-        + system_tail
-        + "' }}{% endif %}"
-        "{{ m.content.strip() + '" + user_tail + "' }}"
-        "{% else %}{{ '" + answer_head + "' + m.content.strip() + eos_token }}{% endif %}{% endfor %}"
+        "{% if m.role == 'user' %}{% set head = "
+        + system
+        + " if loop.first and system else '' %}{{ "
+        + turn
+        + " }}"
+        "{% else %}{{ " + answer + " }}{% endif %}{% endfor %}"
     )
 
 
@@ -34,8 +32,17 @@ NAMED = {
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     ),
-    "llama2": _instruct("<<SYS>>\\n", "\\n<</SYS>>\\n\\n", " [/INST]", " "),
-    "mistral": _instruct("", "\\n\\n", " [/INST]", " "),
+    "llama2": _instruct(
+        system="'<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n'",
+        turn="bos_token + '[INST] ' + (head + m.content).strip() + ' [/INST]'",
+        answer="' ' + m.content.strip() + ' ' + eos_token",
+    ),
+    "mistral": "{{ bos_token }}"
+    + _instruct(
+        system="system + '\\n\\n'",
+        turn="'[INST] ' + head + m.content.strip() + ' [/INST]'",
+        answer="' ' + m.content.strip() + eos_token",
+    ),
     "llama3": (
         "{{ bos_token }}{% for m in messages %}"
         "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
@@ -44,7 +51,7 @@ NAMED = {
     "gemma": (
         _SPLIT_SYSTEM + "{{ bos_token }}{% for m in messages %}"
         "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}"
-        "{% if loop.first and system %}{{ system.strip() + '\\n\\n' }}{% endif %}"
+        "{% if loop.first and system %}{{ system + '\\n\\n' }}{% endif %}"
         "{{ m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
     ),

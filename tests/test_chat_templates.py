@@ -19,7 +19,7 @@ CONVERSATION = [
 RENDERED = {
     "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
     "<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n",
-    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yo</s>[INST] bye [/INST]",
+    "llama2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\nhi [/INST] yo </s><s>[INST] bye [/INST]",
     "mistral": "<s>[INST] S\n\nhi [/INST] yo</s>[INST] bye [/INST]",
     "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
@@ -42,6 +42,23 @@ def render(source: str, messages: list[dict[str, Any]]) -> str:
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_named_templates(name: str) -> None:
     assert render(read_template(name), CONVERSATION) == RENDERED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("gemma", "gemma3"),
+        ("llama2", "llama2"),
+        ("llama3", "llama3"),
+        ("phi3", "phi3.5"),
+        ("zephyr", "stablelm-zephyr"),
+    ],
+)
+def test_named_templates_are_the_published_ones(name: str, published: str) -> None:
+    source = (Path(__file__).parent / "data" / "chat_templates" / f"{published}.jinja").read_text("utf-8")
+    chat = [{**message, "content": f" {message['content']} x\n"} for message in CONVERSATION]
+    for messages in (CONVERSATION, CONVERSATION[1:], CONVERSATION[1:2], chat, chat[1:]):
+        assert render(read_template(name), messages) == render(source, messages)
 
 
 def test_templates_from_files(tmp_path: Path) -> None:
