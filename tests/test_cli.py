@@ -425,6 +425,37 @@ def test_locale_does_not_matter(model: Path) -> None:
     assert json.loads(outputs[0])["prompt"] == "häh"
 
 
+@pytest.mark.parametrize(
+    ("words", "hints"),
+    [
+        (["-ngl", "99"], ["-ngl is not an option: use --device cuda"]),
+        (["-hf", "a/b"], ["-hf is not an option: use -m hf:user/repo/file.gguf"]),
+        (["-ctk", "q8_0"], ["-ctk ", "--kv-cache-dtype"]),
+        (["-fa"], ["-fa ", "always on"]),
+        (["-cnv"], ["-cnv ", "rvllm chat"]),
+        (["-sys", "x"], ["-sys ", "--system"]),
+        (["-md", "x"], ["-md ", "not needed"]),
+        (["-zz=x"], ["-zz is not an option (see rvllm generate --help)"]),
+        (["-pro"], ["write -p ro"]),
+        (
+            ["--enable-prefix-caching"],
+            ["--enable-prefix-caching: it is always on", "see rvllm generate --help"],
+        ),
+        (["--tensor-parallel-size=2"], ["--tensor-parallel-size: it is not supported"]),
+        (["stray"], ["unrecognized arguments: stray (see rvllm generate --help)"]),
+        ([__file__], [f"name the model with -m: -m {__file__}"]),
+    ],
+)
+def test_options_of_other_engines(
+    capsys: pytest.CaptureFixture[str], words: list[str], hints: list[str]
+) -> None:
+    Run(capsys, "generate", "-p", "x", *words).assert_refused(*hints)
+
+
+def test_values_may_touch_short_options(generate: Generate, llm: LLM) -> None:
+    assert generate("-p", "a", "-n4", "-t1", "-s=3").out == text_of(llm, "a", max_tokens=4) + "\n"
+
+
 @pytest.mark.parametrize("prompt", ["-hello", "---", "-n"])
 def test_prompt_may_begin_with_a_dash(
     model: Path, llm: LLM, capsys: pytest.CaptureFixture[str], prompt: str

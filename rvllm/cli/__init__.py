@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from rvllm.cli import (
     batch,
@@ -23,6 +22,7 @@ from rvllm.cli import (
     serve,
 )
 from rvllm.cli.errors import CommandError, one_line
+from rvllm.cli.parser import CommandParser, Parser
 from rvllm.version import __version__
 
 COMMANDS = {
@@ -46,17 +46,14 @@ EXIT_INTERRUPTED = 130  # as shells report a process ended by SIGINT
 EXIT_PIPE_CLOSED = 141  # and by SIGPIPE
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise CommandError(f"{message} (see {self.prog} --help)")
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="rvllm", description="Run GGUF language models, many requests at once.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"rvllm {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", dest="command", required=True, metavar="COMMAND", parser_class=CommandParser
+    )
     for name, module in COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -72,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_group(commands: argparse._SubParsersAction[_Parser], first: str) -> None:
+def _add_group(commands: argparse._SubParsersAction[CommandParser], first: str) -> None:
     """A word that is no command by itself: it only tells which there are."""
     group = commands.add_parser(first, allow_abbrev=False)
     seconds = group.add_subparsers(title="commands", required=True, metavar="COMMAND")
