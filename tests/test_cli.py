@@ -456,6 +456,12 @@ def test_values_may_touch_short_options(generate: Generate, llm: LLM) -> None:
     assert generate("-p", "a", "-n4", "-t1", "-s=3").out == text_of(llm, "a", max_tokens=4) + "\n"
 
 
+def test_closed_standard_input_is_empty(model: Path, llm: LLM) -> None:
+    argv = command("generate", "-m", str(model), "-n", "8", "--num-blocks", "64", "-p", "a", "-p", "-")
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *argv], capture_output=True, text=True)
+    assert done.stdout.startswith(text_of(llm, "a") + "\n") and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("prompt", ["-hello", "---", "-n"])
 def test_prompt_may_begin_with_a_dash(
     model: Path, llm: LLM, capsys: pytest.CaptureFixture[str], prompt: str

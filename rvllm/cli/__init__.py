@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if sys.stdout is None:
             raise CommandError("standard output is closed")
+        if sys.stdin is None:
+            sys.stdin = open(os.devnull)  # noqa: SIM115 (open as long as the process)
         args = make_parser().parse_args(_join_prompts(sys.argv[1:] if argv is None else argv))
         status: int = args.run(args)
         sys.stdout.flush()
