@@ -416,7 +416,7 @@ class Terminal:
         self.text = ""
 
     def send(self, text: str) -> None:
-        os.write(self.fd, text.encode())
+        os.write(self.fd, text.encode(errors="surrogateescape"))
 
     def interrupt(self, at_prompt: bool = False) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -486,6 +486,9 @@ def test_ctrl_d_ends_the_chat_and_lines_are_remembered(
 ) -> None:
     chat = terminal("-n", "4")
     chat.expect("> ")
+    chat.send("/system \udcff\n")
+    chat.expect("rvllm: error: standard input: byte 0xff is not UTF-8")
+    chat.expect("> ")
     chat.send("/system one\\\n")
     chat.send("two\n")
     chat.expect("system: one")
@@ -493,5 +496,5 @@ def test_ctrl_d_ends_the_chat_and_lines_are_remembered(
     chat.send("\x04")
     assert chat.wait() == 0
     history = tmp_path / "cache" / "chat_history"
-    assert "/system one\\" in history.read_text()
+    assert "/system one\\" in history.read_text(errors="replace")
     assert history.stat().st_mode & 0o077 == 0

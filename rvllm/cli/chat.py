@@ -142,19 +142,19 @@ class Terminal:
 
     def _read_line(self, continued: bool) -> str | None:
         """The next line, None at the end."""
-        if self._interactive:
+        while self._interactive:
             text = "… " if continued else "> "
             try:
                 # The marks tell readline what takes no room.
                 return input(f"\001\033[1;36m\002{text}\001\033[0m\002" if self._colored else text)
             except EOFError:
                 return None
+            except UnicodeDecodeError as error:
+                print(f"rvllm: error: {_bad_byte(error)}", file=sys.stderr)
         try:
             line = sys.stdin.readline()
         except UnicodeDecodeError as error:
-            raise CommandError(
-                f"standard input: byte {error.object[error.start]:#04x} is not UTF-8"
-            ) from None
+            raise CommandError(_bad_byte(error)) from None
         return line.removesuffix("\n") if line else None
 
     def _handle(self, message: str) -> bool:
@@ -206,6 +206,10 @@ class Terminal:
             print(f"\033[2m{line}\033[0m" if self._colored else line)
         else:
             print(line, file=sys.stderr)
+
+
+def _bad_byte(error: UnicodeDecodeError) -> str:
+    return f"standard input: byte {error.object[error.start]:#04x} is not UTF-8"
 
 
 def _messages(read_line: Callable[[bool], str | None]) -> Iterator[str]:
