@@ -146,6 +146,39 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
         assert error.startswith("rvllm: error: ") and name in error
 
 
+LOADS_FOR_EVER = """import atexit, os, sys, threading
+import rvllm.server.serve as serve
+from rvllm.cli import main
+
+def load(*_, **__):
+    print("loading", file=sys.stderr, flush=True)
+    threading.Event().wait()
+
+serve.load_chat_llm = load
+atexit.register(lambda: os._exit(134))  # where C++ under the thread that loads would abort
+sys.exit(main(["serve", "--port", "0"]))"""
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it_with_0() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADS_FOR_EVER], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[-1]
+        assert process.stderr.readline() == "loading\n"
+        wait_until(lambda: _answers(url), 60)  # the handlers of signals are there
+        process.send_signal(signal.SIGTERM)
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(30) == 0
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 503
+    except httpx.TransportError:
+        return False
+
+
 def test_a_fault_of_ours_is_not_reported_as_the_users(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("no user has said so")

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
@@ -74,16 +74,29 @@ class Server:
     def serve(self) -> int:
         """run() without a word of where it listens."""
         allow_many_connections()
-        threading.Thread(target=self._load, name="rvllm-load", daemon=True).start()
+        loader = threading.Thread(target=self._load, name="rvllm-load", daemon=True)
+        loader.start()
         self._uvicorn.run([self._listener])
         if self._load_error is not None:
             raise self._load_error
+        if loader.is_alive() and self._app.state.model is None:
+            self._end_while_loading()
         model: ServedModel | None = self._app.state.model
         if model is not None:
             model.engine.shutdown()
         if self._tracing is not None:
             self._tracing.shutdown()
         return 0
+
+    def _end_while_loading(self) -> NoReturn:
+        """Python must not end by itself: a daemon thread that comes back from C++ then would abort the process."""
+        if self._tracing is not None:
+            self._tracing.shutdown()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        os._exit(0)
 
     def _load(self) -> None:
         try:
