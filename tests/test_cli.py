@@ -228,6 +228,7 @@ def test_engine_options(generate: Generate, llm: LLM) -> None:
         ["-t", "1"],
         ["--block-size", "4", "--num-blocks", "32"],
         ["-c", "64"],
+        ["-c", "0"],
         ["--ctx-size", "64", "-np", "2", "-b", "3"],
         ["--max-num-seqs", "2", "--max-num-batched-tokens", "3", "--no-prefix-caching"],
         ["--kv-cache-memory", "1M"],
@@ -240,7 +241,7 @@ def test_engine_options(generate: Generate, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["-n", "-1"], ["max_tokens", "-1"]),
+        (["-n", "-2"], ["max_tokens", "-2"]),
         (["-n", "x"], ["-n", "'x'"]),
         (["--temperature", "-1"], ["temperature"]),
         (["--temperature", "nan"], ["temperature", "nan"]),
@@ -423,43 +424,6 @@ def test_locale_does_not_matter(model: Path) -> None:
     ]
     assert outputs[0] == outputs[1]
     assert json.loads(outputs[0])["prompt"] == "häh"
-
-
-@pytest.mark.parametrize(
-    ("words", "hints"),
-    [
-        (["-ngl", "99"], ["-ngl is not an option: use --device cuda"]),
-        (["-hf", "a/b"], ["-hf is not an option: use -m hf:user/repo/file.gguf"]),
-        (["-ctk", "q8_0"], ["-ctk ", "--kv-cache-dtype"]),
-        (["-fa"], ["-fa ", "always on"]),
-        (["-cnv"], ["-cnv ", "rvllm chat"]),
-        (["-sys", "x"], ["-sys ", "--system"]),
-        (["-md", "x"], ["-md ", "not needed"]),
-        (["-zz=x"], ["-zz is not an option (see rvllm generate --help)"]),
-        (["-pro"], ["write -p ro"]),
-        (
-            ["--enable-prefix-caching"],
-            ["--enable-prefix-caching: it is always on", "see rvllm generate --help"],
-        ),
-        (["--tensor-parallel-size=2"], ["--tensor-parallel-size: it is not supported"]),
-        (["stray"], ["unrecognized arguments: stray (see rvllm generate --help)"]),
-        ([__file__], [f"name the model with -m: -m {__file__}"]),
-    ],
-)
-def test_options_of_other_engines(
-    capsys: pytest.CaptureFixture[str], words: list[str], hints: list[str]
-) -> None:
-    Run(capsys, "generate", "-p", "x", *words).assert_refused(*hints)
-
-
-def test_values_may_touch_short_options(generate: Generate, llm: LLM) -> None:
-    assert generate("-p", "a", "-n4", "-t1", "-s=3").out == text_of(llm, "a", max_tokens=4) + "\n"
-
-
-def test_closed_standard_input_is_empty(model: Path, llm: LLM) -> None:
-    argv = command("generate", "-m", str(model), "-n", "8", "--num-blocks", "64", "-p", "a", "-p", "-")
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *argv], capture_output=True, text=True)
-    assert done.stdout.startswith(text_of(llm, "a") + "\n") and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("prompt", ["-hello", "---", "-n"])

@@ -111,7 +111,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": "Once", "n_predict": 5, "temperature": 0}),
     ("/v1/embeddings", {"input": ["a", "b"]}),
     ("/tokenize", {"prompt": "one two"}),
-    ("/v1/completions", {"prompt": "Once", "max_tokens": -1}),
+    ("/v1/completions", {"prompt": "Once", "max_tokens": -2}),
     ("/v1/completions", {"prompt": "Once", "model": "none"}),
     ("/nope", {}),
 ]

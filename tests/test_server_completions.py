@@ -60,9 +60,9 @@ def test_sixteen_tokens_unless_a_limit_is_given(server: TinyServer) -> None:
     assert count() == 16
     assert count(max_tokens=3) == count(max_completion_tokens=3) == count(n_predict=3) == 3
     assert count(max_tokens=None) == 16
-    assert count(n_predict=-1) == server.model.max_model_len - 1
+    assert count(n_predict=-1) == count(max_tokens=-1) == server.model.max_model_len - 1
     assert server.refused(PATH, prompt="x", max_tokens=3, n_predict=4)["param"] == "max_tokens"
-    assert server.refused(PATH, prompt="x", max_tokens=-1)["param"] == "max_tokens"
+    assert server.refused(PATH, prompt="x", max_tokens=-2)["param"] == "max_tokens"
 
 
 def test_text_and_ids_in_lists_or_alone_give_the_same(server: TinyServer) -> None:

@@ -43,7 +43,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add("-n", "--max-tokens", "--n-predict", "--predict", type=int, default=128, metavar="N",
-        help="most tokens of a completion (default: %(default)s)")
+        help="most tokens of a completion; -1 is no limit (default: %(default)s)")
     add("--temperature", "--temp", type=float, default=0.0, metavar="T",
         help="0 takes the best token every time (default: %(default)g)")
     add("--top-p", type=float, default=1.0, metavar="P", help="keep the best tokens that sum up to probability P")
@@ -69,7 +69,7 @@ def sampling_params(args: argparse.Namespace, **others: Any) -> SamplingParams:
             min_p=args.min_p,
             seed=args.seed,
             stop=args.stop,
-            max_tokens=args.max_tokens,
+            max_tokens=None if args.max_tokens == -1 else args.max_tokens,
             presence_penalty=args.presence_penalty,
             frequency_penalty=args.frequency_penalty,
             repetition_penalty=args.repetition_penalty,
@@ -77,7 +77,9 @@ def sampling_params(args: argparse.Namespace, **others: Any) -> SamplingParams:
         )
 
 
-MAX_MODEL_LEN = "most tokens of one prompt and its answer together (default: what the model was trained for)"
+MAX_MODEL_LEN = (
+    "most tokens of one prompt and its answer together (default, or 0: what the model was trained for)"
+)
 
 
 # fmt: off
@@ -133,7 +135,7 @@ def load_llm(args: argparse.Namespace, seed: int | None = None, **settings: Any)
             tokenizer=args.tokenizer,
             device=args.device,
             dtype=args.dtype,
-            max_model_len=args.max_model_len,
+            max_model_len=args.max_model_len or None,
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
             block_size=args.block_size,

@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("no text: use -f FILE")
     if args.chunks is not None and args.chunks < 1:
         raise CommandError(f"--chunks must be at least 1, got {args.chunks}")
+    if args.max_model_len == 0:
+        raise CommandError("--ctx-size must be at least 1, got 0")
     text = None if args.file is None else read_text(args.file)
     reader = _open_reference(args) if args.kl_divergence else None
     if args.max_model_len is None:

@@ -273,7 +273,7 @@ class SamplingFields(APIRequest):
     def token_limit(
         self, default: int | None, fields: Mapping[str, int | None], least: int = 0
     ) -> int | None:
-        """The one limit on the answer's tokens, whatever its name; None for no limit, as n_predict -1 asks for.
+        """The one limit on the answer's tokens, whatever its name; None for no limit, as -1 asks for.
 
         Raises APIError for two that differ, and for less than least.
         """
@@ -287,7 +287,7 @@ class SamplingFields(APIRequest):
                 f"{' and '.join(given)} are given and differ: use one of them", next(iter(given))
             )
         name, limit = next(iter(given.items()), ("", default))
-        if limit is not None and limit < least and (name, limit) != ("n_predict", -1):
+        if limit is not None and limit < least and limit != -1:
             raise bad_request(f"{name} must be at least {least}, got {limit}", name)
         return None if limit == -1 else limit
 
