@@ -336,6 +336,12 @@ def test_a_known_field_that_is_not_offered_is_a_400(server: TinyServer, field: s
     assert field in error["message"] and error["param"] == field and error["code"] == "unsupported_parameter"
 
 
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_what_is_not_offered_names_its_successor(server: TinyServer, kind: str) -> None:
+    message = server.refused(PATH, prompt="x", **{f"guided_{kind}": "x"})["message"]
+    assert message == f"guided_{kind} is not supported: use structured_outputs.{kind}"
+
+
 def test_a_known_field_that_asks_for_nothing_is_taken(server: TinyServer) -> None:
     server.ok(
         PATH,

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 MAX_LOGPROBS = 20  # alternatives beside each token
 MAX_UNKNOWN_FIELDS = 100  # names that are logged, each once
 
+# What does the work of fields that are not offered.
+SUCCESSORS = {
+    **{f"guided_{kind}": f"use structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")},
+    "chat_template": "use --chat-template of rvllm serve",
+}
+
 _unknown_fields: set[str] = set()
 
 
@@ -67,7 +73,7 @@ class APIRequest(BaseModel):
             if harmless is None:
                 _log_unknown(where, name)
             elif not any(value == x and type(value) is type(x) for x in harmless):
-                raise unsupported(name)
+                raise unsupported(name, SUCCESSORS.get(name, ""))
 
 
 Model = TypeVar("Model", bound=APIRequest)
