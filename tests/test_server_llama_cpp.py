@@ -238,3 +238,16 @@ def test_timings_leave_out_the_time_in_the_queue(tmp_path: Path) -> None:
         both = server.ok(PATH, prompt=["one", "seven"], n_predict=3, ignore_eos=True, cache_prompt=False)
         assert [answer["timings"]["prompt_n"] for answer in both] == [3, 5]
         assert [answer["timings"]["predicted_n"] for answer in both] == [3, 3]
+
+
+def test_a_base_url_without_v1_or_with_two_is_told_the_route(server: TinyServer) -> None:
+    for method, path, meant in (
+        ("GET", "/models", "/v1/models"),
+        ("POST", "/chat/completions", "/v1/chat/completions"),
+        ("GET", "/v1/v1/models", "/v1/models"),
+        ("GET", "/v1/health", "/health"),
+    ):
+        message = error_of(server.request(method, path), 404)["message"]
+        assert message == f"{method} {path}: there is no such route; did you mean {meant}?"
+    for path in ("/nope", "/v1/nope", "/v1/"):
+        assert error_of(server.request("GET", path), 404)["message"].endswith("there is no such route")

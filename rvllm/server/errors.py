@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from rvllm.gguf_file import printable
 
@@ -130,6 +131,17 @@ def _short(value: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def _other_path(request: Request) -> str:
+    """For a client whose base URL lacks /v1, or has it where it adds one itself: the route that it means."""
+    path = request.url.path
+    shorter = [path.removeprefix("/v1")] if path.startswith("/v1/") else []
+    for other in (f"/v1{path}", *shorter):
+        scope = {**request.scope, "path": other}
+        if other != "/" and any(route.matches(scope)[0] is Match.FULL for route in request.app.routes):
+            return f"; did you mean {other}?"
+    return ""
+
+
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(APIError)
     async def api_error(request: Request, error: APIError) -> Response:
@@ -139,6 +151,8 @@ def add_error_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         message = _MESSAGES.get(error.status_code, str(error.detail))
         code = "not_found" if error.status_code == 404 else None
+        if code is not None:
+            message += _other_path(request)
         return APIError(
             error.status_code,
             f"{request.method} {request.url.path}: {message}",
