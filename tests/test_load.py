@@ -368,7 +368,7 @@ def test_a_key_that_no_header_can_hold_is_named(bench: Bench, server: FakeServer
 
 def test_json(bench: Bench, server: FakeServer) -> None:
     status, out, _ = bench(
-        "--base-url", server.url, *LOAD, "--json", "--model", "mine", "--request-rate", "500"
+        "--base-url", f"{server.url}/v1/", *LOAD, "--json", "--model", "mine", "--request-rate", "500"
     )
     summary = json.loads(out)
     assert (status, summary["completed"], summary["errors"], summary["total_output_tokens"]) == (0, 6, {}, 18)

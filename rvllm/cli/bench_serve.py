@@ -203,7 +203,8 @@ async def _measure(
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {**({"Authorization": bearer(key)} if key else {}), **dict(args.header)}
     servers = []
-    for url in dict.fromkeys([args.base_url, *args.compare]):
+    urls = [url.rstrip("/").removesuffix("/v1") for url in (args.base_url, *args.compare)]
+    for url in dict.fromkeys(urls):
         endpoint = Endpoint(url, headers)
         try:
             model = options.model or await first_model(endpoint)
