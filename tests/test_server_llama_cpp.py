@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_client import TinyServer, data_of, make_llm
+from server_client import TinyServer, data_of, error_of, make_llm
 
 from rvllm import SamplingParams
 
