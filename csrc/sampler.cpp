@@ -9,6 +9,8 @@
 namespace rvllm {
 namespace {
 
+constexpr int kMostByHeap = 1024;     // the largest values that are kept while all are looked at
+constexpr int kFirstCandidates = 64;  // to try, and from which on sorting is fastest
 constexpr double kGreedyTemperature = 1e-5;  // below it, logits / temperature leaves float32's range
 constexpr int kLanes = 16;
 constexpr char kNotFinite[] = "the model's logits are not finite numbers";
@@ -102,6 +104,36 @@ std::vector<std::pair<float, int32_t>> largest_of(const float* x, int n, size_t 
   }
   std::sort_heap(heap.begin(), heap.end(), better);
   return heap;
+}
+
+// Leaves the likeliest candidates that make up top_p of the sum of all, in the order in which they were.
+void keep_nucleus(std::vector<std::pair<float, int32_t>>& candidates, double top_p) {
+  // Sums of whole numbers do not depend on how nth_element leaves its elements.
+  const auto weight = [](const std::pair<float, int32_t>& candidate) { return uint64_t(candidate.first * 0x1p40f); };
+  uint64_t total = 0, before = 0;
+  for (const auto& candidate : candidates) total += weight(candidate);
+  const double needed = top_p * double(total);
+  thread_local std::vector<std::pair<float, int32_t>> order;
+  order = candidates;
+  auto begin = order.begin(), end = order.end();  // where the last of them is
+  while (end - begin > kFirstCandidates) {
+    const auto middle = begin + (end - begin) / 2;
+    std::nth_element(begin, middle, end, better);
+    uint64_t sum = before;
+    for (auto it = begin; it != middle; ++it) sum += weight(*it);
+    if (double(sum) >= needed) {
+      end = middle;
+    } else {
+      begin = middle;
+      before = sum;
+    }
+  }
+  std::sort(begin, end, better);
+  auto last = begin;
+  for (; last + 1 != end; ++last)
+    if (double(before += weight(*last)) >= needed) break;
+  const auto is_beyond = [&](const auto& candidate) { return better(*last, candidate); };
+  candidates.erase(std::remove_if(candidates.begin(), candidates.end(), is_beyond), candidates.end());
 }
 
 // Leaves -inf for every token whose bit is not set, NaN or not; tokens beyond the words have none.
@@ -222,46 +254,52 @@ int32_t Sampler::draw(const float* logits) {
   thread_local std::vector<std::pair<float, int32_t>> candidates;  // a thread's, for requests are many
   candidates.clear();
   const float threshold = c.min_p > 0 ? float(c.min_p) : 0.0f;
-  for (int i = 0; i < n; ++i) {
-    const float p = exp_negative((logits[i] - largest) * factor);
-    if (p >= threshold && logits[i] > -std::numeric_limits<float>::infinity()) candidates.emplace_back(p, i);
+  const auto add = [&](float logit, int32_t id) {
+    const float p = exp_negative((logit - largest) * factor);
+    const bool is_one = p >= threshold && logit > -std::numeric_limits<float>::infinity();
+    if (is_one) candidates.emplace_back(p, id);
+    return is_one ? p : 0.0f;
+  };
+  bool is_nucleus = c.top_p >= 1;
+  if (limited_k && c.top_k <= kMostByHeap) {  // the exponentials of all others would take most of the time
+    for (const auto& [logit, id] : largest_of(logits, n, size_t(c.top_k))) add(logit, id);
+  } else {
+    if (!limited_k && c.min_p <= 0) {  // as a rule the nucleus is a few dozen tokens
+      const double needed = c.top_p * sum_of_exp(logits, n, largest, factor);
+      for (int count = kFirstCandidates; !is_nucleus && count <= std::min(n, kMostByHeap); count *= 16) {
+        candidates.clear();
+        double sum = 0;
+        for (const auto& [logit, id] : largest_of(logits, n, size_t(count))) {
+          sum += add(logit, id);
+          is_nucleus = sum >= needed;
+          if (is_nucleus) break;
+        }
+      }
+    }
+    if (!is_nucleus || limited_k || c.min_p > 0) {
+      candidates.clear();
+      for (int i = 0; i < n; ++i) add(logits[i], i);
+    }
   }
   // Ordering by probability alone would tie tokens that the exponential rounds together; their ids break ties.
   if (limited_k && size_t(c.top_k) < candidates.size()) {
     std::nth_element(candidates.begin(), candidates.begin() + c.top_k, candidates.end(), better);
     candidates.resize(size_t(c.top_k));
   }
+  if (!is_nucleus) keep_nucleus(candidates, c.top_p);
+  // In id order, so that the draw does not depend on how the selection above left its elements.
+  const auto by_id = [](const auto& a, const auto& b) { return a.second < b.second; };
+  if (!std::is_sorted(candidates.begin(), candidates.end(), by_id))
+    std::sort(candidates.begin(), candidates.end(), by_id);
   double total = 0;
   for (const auto& candidate : candidates) total += candidate.first;
-  size_t kept = candidates.size();
-  if (c.top_p < 1) {
-    // Sort only as far as the nucleus reaches.
-    double sum = 0;
-    size_t sorted = 0, i = 0;
-    for (; i < candidates.size(); ++i) {
-      if (i == sorted) {
-        const size_t next = std::min(candidates.size(), std::max<size_t>(64, 4 * sorted));
-        std::partial_sort(candidates.begin() + long(sorted), candidates.begin() + long(next), candidates.end(),
-                          better);
-        sorted = next;
-      }
-      sum += candidates[i].first;
-      if (sum >= c.top_p * total) break;
-    }
-    kept = std::min(i + 1, candidates.size());
-    total = 0;
-    for (size_t j = 0; j < kept; ++j) total += candidates[j].first;
-  }
-  // In id order, so that the draw does not depend on how the selection above left its elements.
-  std::sort(candidates.begin(), candidates.begin() + long(kept),
-            [](const auto& a, const auto& b) { return a.second < b.second; });
   const double target = uniform * total;
   double sum = 0;
-  for (size_t i = 0; i < kept; ++i) {
-    sum += candidates[i].first;
-    if (sum > target) return candidates[i].second;
+  for (const auto& [p, id] : candidates) {
+    sum += p;
+    if (sum > target) return id;
   }
-  return candidates[kept - 1].second;
+  return candidates.back().second;
 }
 
 }  // namespace rvllm

@@ -130,6 +130,33 @@ def test_top_p_near_zero_is_greedy(top_p: float) -> None:
     assert {draw(temperature=1.5, seed=seed, top_p=top_p) for seed in range(10)} == {LOGITS.argmax()}
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 2.0, 6.0])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.2}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_p": 0.9, "min_p": 0.01}, {"min_p": 0.05},
+        {"top_k": 40}, {"top_k": 40, "top_p": 0.9}, {"top_k": 3000}, {"top_k": 3000, "top_p": 0.95},
+        {"top_k": 300, "top_p": 0.5, "min_p": 0.02},
+    ],
+)  # fmt: skip
+def test_what_is_kept_is_what_the_definitions_keep(settings: dict[str, float], spread: float) -> None:
+    """Of a large vocabulary, by each way of finding a nucleus. The same seed draws at the same point of [0, 1)."""
+    size = 8192
+    logits = (np.random.default_rng(3).standard_normal(size) * spread).astype(np.float32)
+    logits[[5, 8000]] = logits.max()  # a tie
+    p = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-logits, kind="stable")
+    order = order[p[order] >= settings.get("min_p", 0)][: settings.get("top_k", size)]
+    sums = np.cumsum(p[order])
+    kept = np.sort(order[: np.searchsorted(sums, settings.get("top_p", 1) * sums[-1]) + 1])
+    ends = np.cumsum(p[kept]) / p[kept].sum()
+    for seed in range(40):
+        point = draw(np.zeros(size, np.float32), vocab_size=size, temperature=1.0, seed=seed) / size
+        first, last = np.searchsorted(ends, [point - 1e-6, point + 1 / size + 1e-6])
+        drawn = draw(logits, vocab_size=size, temperature=1.0, seed=seed, **settings)
+        assert drawn in kept[first : last + 1]
+
+
 def test_min_p_drops_the_unlikely() -> None:
     p = probabilities()
     kept = set(np.flatnonzero(p >= 0.2 * p.max() * (1 - 1e-5)))
