@@ -7,6 +7,7 @@ two steps; what a step brings goes into the streams, and each loop is woken once
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import threading
@@ -81,6 +82,9 @@ class AsyncEngine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="rvllm-engine", daemon=True)
             self._thread.start()
+            atexit.register(
+                self.shutdown
+            )  # a step that runs into the interpreter's end would abort the process
 
     @property
     def is_ready(self) -> bool:
@@ -214,6 +218,7 @@ class AsyncEngine:
             self._has_work.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self.shutdown)
         self._preparer.shutdown()
         self._fail_all(partial(EngineStoppedError, "the engine has been shut down"))
 

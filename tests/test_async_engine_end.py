@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from typing import Any
 
@@ -176,6 +177,16 @@ def test_a_step_that_fails_ends_its_own_requests_alone() -> None:
             assert engine.is_ready
 
     drive(main)
+
+
+def test_the_end_of_the_program_stops_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that comes back into Python after its end would abort the process."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "unregister", at_exit.remove)
+    with running() as engine:
+        assert at_exit == [engine.shutdown]
+    assert at_exit == []
 
 
 def test_shutdown_in_the_middle_and_before_the_start() -> None:
