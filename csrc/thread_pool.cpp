@@ -1,6 +1,7 @@
 #include "thread_pool.h"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -39,6 +40,12 @@ ThreadPool::ThreadPool(int num_threads) {
 }
 
 void ThreadPool::stop() {
+  if (getpid() != pid_) {  // a child of fork, which has none of the threads: there is nobody to join or to wake
+    new std::vector<std::thread>(std::move(workers_));
+    new (&mutex_) std::mutex;
+    new (&wake_) std::condition_variable;
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopping_.store(true);

@@ -1,6 +1,8 @@
 // A fixed set of threads that run one parallel loop at a time. The caller's thread works too.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -49,6 +51,7 @@ class ThreadPool {
   std::atomic<uint64_t> state_{0};
   std::atomic<int64_t> finished_{0};  // ranges of the loop under way
   std::atomic<bool> stopping_{false};
+  const int pid_ = getpid();
   int spins_;
   int sleepers_ = 0;  // guarded by mutex_
   std::mutex mutex_;

@@ -1,6 +1,8 @@
 """Every operation of the backend, on every instruction set: equal to the bit between them, and to the reference."""
 
 import os
+import signal
+import time
 from functools import cache
 
 import gguf
@@ -458,3 +460,22 @@ def test_environment_chooses_the_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "RVLLM_ISA", "sse9")
     with pytest.raises(ValueError, match="sse9"):
         _core.detect_isa()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_of_fork_has_no_threads_to_wait_for() -> None:
+    backend = _core.CpuBackend(2)
+    x, weight = normal(40, 64), np.ones(64, np.float32)
+    expected = ops.norm(backend, x, weight, 1e-5)
+    child = os.fork()
+    if child == 0:
+        same = np.array_equal(ops.norm(backend, x, weight, 1e-5), expected)
+        del backend
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+    assert ended == (child, 0)
