@@ -4,15 +4,23 @@
 
 namespace rvllm {
 
+namespace {
+// Beyond these, spans compute what is left of their partitions themselves: 136 MB with heads of 128.
+constexpr int64_t kMaxKeptRows = 1 << 18;
+}  // namespace
+
 AttentionPlan::AttentionPlan(const Batch& batch, const BlockTables& tables, int block_size,
                              const AttentionParams& params, int num_threads)
     : num_heads(params.num_heads), num_kv_heads(params.num_kv_heads), window(params.window) {
   cut(batch);
   if (block_size <= kPartition && kPartition % block_size == 0) share(batch, tables, block_size);
   if (spans.size() >= size_t(4 * num_threads)) return;
-  for (int i = 0; i < int(spans.size()); ++i)
-    for (int p = 0; p < spans[size_t(i)].num_partitions; ++p)
-      if (rows[size_t(spans[size_t(i)].first_row + p)] < 0) add_unit(spans[size_t(i)].first_partition + p, &i, 1);
+  int most = 0;
+  for (const AttentionSpan& span : spans) most = std::max(most, span.num_partitions);
+  for (int p = 0; p < most && num_rows < kMaxKeptRows; ++p)
+    for (int i = 0; i < int(spans.size()); ++i)
+      if (p < spans[size_t(i)].num_partitions && rows[size_t(spans[size_t(i)].first_row + p)] < 0)
+        add_unit(spans[size_t(i)].first_partition + p, &i, 1);
 }
 
 void AttentionPlan::cut(const Batch& batch) {

@@ -17,7 +17,7 @@ struct AttentionSpan {
 };
 
 // One partition for all spans of a list. They read the same blocks: of one request, or of several that share a prefix.
-struct AttentionUnit {
+struct PartitionUnit {
   int partition, first_span, num_spans;  // of AttentionPlan::unit_spans
   int64_t first_row;                     // where its results lie
 };
@@ -35,7 +35,7 @@ struct AttentionPlan {
 
   int num_heads, num_kv_heads, window;
   std::vector<AttentionSpan> spans;
-  std::vector<AttentionUnit> units;
+  std::vector<PartitionUnit> units;
   std::vector<int> unit_spans;
   std::vector<int64_t> rows;  // for each span and partition, the first row of its result, or -1 where no unit has it
   int64_t num_rows = 0;       // of results that are kept

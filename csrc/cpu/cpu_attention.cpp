@@ -52,7 +52,7 @@ void CpuBackend::paged_attention(Tensor out, Tensor q, const KVCache& cache, int
   };
 
   pool_.parallel_for(int64_t(plan.units.size()), 1, [&](int64_t begin, int64_t, int) {
-    const AttentionUnit& unit = plan.units[size_t(begin)];
+    const PartitionUnit& unit = plan.units[size_t(begin)];
     const int* const spans = plan.unit_spans.data() + unit.first_span;
     AttentionArgs args = begin_args(plan.spans[size_t(spans[0])]);
     for (int i = 0; i < unit.num_spans; ++i) add_rows(args, plan.spans[size_t(spans[i])]);

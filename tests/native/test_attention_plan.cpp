@@ -29,7 +29,7 @@ std::vector<int> shared_units(const std::vector<int>& contexts, int shared, int 
   params.num_heads = params.num_kv_heads = params.head_dim = 1;
   params.window = window;
   std::vector<int> sizes;
-  for (const AttentionUnit& unit : AttentionPlan(batch, block_tables, kBlockSize, params, 1).units)
+  for (const PartitionUnit& unit : AttentionPlan(batch, block_tables, kBlockSize, params, 1).units)
     sizes.push_back(unit.num_spans);
   return sizes;
 }
