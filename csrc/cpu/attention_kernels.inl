@@ -73,7 +73,7 @@ inline void store_elements(CacheQ8, const float* x, int n, int8_t* out, int stri
       poison += x[d + i] * 0.0f;
     }
     const bool finite = poison == 0.0f;
-    const float inverse = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
+    const float inverse = finite && largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
     // One NaN everywhere.
     scales[int64_t(d / kKVScaleBlock) * scale_stride] = finite ? largest / 127.0f : __builtin_nanf("");
     for (int i = 0; i < count; ++i)

@@ -31,7 +31,7 @@ __global__ void store_kv_kernel(StoreArgs a) {
   if constexpr (Cache::kScaled) {
     const bool finite = __all_sync(kFullWarp, x - x == 0.0f) != 0;
     const float largest = __int_as_float(warp_max(__float_as_int(x) & 0x7fffffff));
-    const float inverse = finite && largest > 0.0f ? 127.0f / largest : 0.0f;
+    const float inverse = finite && largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
     if (lane == 0) {
       float* const scales = reinterpret_cast<float*>(matrix + c.code_bytes);
       scales[is_value ? at * c.scales + threadIdx.y : threadIdx.y * c.block_size + at] =

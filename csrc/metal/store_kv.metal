@@ -24,7 +24,7 @@ kernel void store_kv(constant StoreArgs& args [[buffer(0)]],
   if (kKind == kCacheQ8) {
     const bool is_finite = simd_min(x - x == 0.0f ? 1 : 0) == 1;
     const float largest = as_type<float>(simd_max(as_type<int>(x) & 0x7fffffff));
-    const float inverse = is_finite && largest > 0.0f ? 127.0f / largest : 0.0f;
+    const float inverse = is_finite && largest > 1e-30f ? 127.0f / largest : 0.0f;  // never infinite
     if (lane == 0) {
       device float* scales = (device float*)(matrix + c.code_bytes);
       scales[is_value ? at * c.scales + int(simdgroup) : int(simdgroup) * c.block_size + at] =

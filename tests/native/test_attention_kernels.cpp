@@ -10,11 +10,12 @@ void test_store_kv() {
   for (int type = 0; type < kNumKVTypes; ++type)
     for (int head_dim : {1, 16, 20, 64, 80, 256, 8192})
       for (int block_size : {1, 8, 16, 24}) {
-        const auto k = hostile(head_dim, 11), v = hostile(head_dim, 12);
+        const auto k = hostile(head_dim, 11), v = hostile(head_dim, 12), tiny = normals(head_dim, 13, 1e-38f);
         compare(named("store_kv type, head_dim, block_size", type, head_dim, block_size), [&](const Kernels& table) {
           auto block = output<uint8_t>(2 * kv_matrix_bytes(KVType(type), head_dim, block_size));
           table.store_kv[type](k.data(), v.data(), head_dim, block_size, block_size - 1, block.data());
           if (block_size > 2) table.store_kv[type](v.data(), k.data(), head_dim, block_size, 2, block.data());
+          if (block_size > 2) table.store_kv[type](tiny.data(), k.data(), head_dim, block_size, 1, block.data());
           Bits bits;
           bits.add(block);
           return bits;
