@@ -23,6 +23,12 @@ namespace {
 constexpr const char* kKnownIsas[] = {"scalar", "avx2", "avx_vnni", "avx512_vnni", "amx", "neon", "neon_i8mm"};
 
 #if defined(__x86_64__)
+// clang's builtin knows it from 18 on.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
 #if defined(RVLLM_EMULATED_ISAS)
 bool has_avx_vnni() { return true; }
 bool has_tiles() { return true; }
@@ -75,8 +81,7 @@ std::vector<const Kernels*> available_kernels() {
   std::vector<const Kernels*> tables{&kernels_scalar()};
 #if defined(__x86_64__)
   // The builtin asks the operating system's saved state (XCR0) as well as CPUID.
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                           __builtin_cpu_supports("avx512vnni");
