@@ -84,8 +84,8 @@ QuantizedRows CpuBackend::quantized_rows(int64_t rows, int64_t k) {
     q_ = alloc(int64_t(blocks * kBlock / sizeof(float)));
     scale_.resize(blocks);
     scaled_sum_.resize(blocks);
-    sum_.resize(blocks);
     half_sum_.resize(2 * blocks);
+    sum_.resize(blocks);  // last: where it is long enough, so are the others
   }
   return {reinterpret_cast<int8_t*>(q_.get()), scale_.data(), scaled_sum_.data(), sum_.data(), half_sum_.data(), rows};
 }
