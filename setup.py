@@ -160,7 +160,11 @@ def cuda_archs() -> list[str] | None:
     """
     wanted = os.environ.get("RVLLM_CUDA_ARCHS")
     if wanted is not None:
-        return CUDA_ARCHS if wanted == "all" else wanted.split() or None
+        archs = CUDA_ARCHS if wanted == "all" else wanted.split()
+        for arch in archs:
+            if not arch.isdigit() or int(arch) < 75:
+                raise SystemExit(f'RVLLM_CUDA_ARCHS: {arch!r} is no architecture such as "90", from 75 on')
+        return archs or None
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
