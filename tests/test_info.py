@@ -56,6 +56,12 @@ def test_info_json(capsys: pytest.CaptureFixture[str], model: Path, llm: LLM) ->
     assert facts["machine"]["isa"] in facts["machine"]["available_isas"]
 
 
+def test_the_model_may_be_an_option(capsys: pytest.CaptureFixture[str], model: Path) -> None:
+    expected = json.loads(Run(capsys, "info", str(model), "--json").out)["file"]
+    assert json.loads(Run(capsys, "info", "-m", str(model), "--json").out)["file"] == expected
+    Run(capsys, "info", str(model), "-m", str(model)).assert_refused("MODEL and --model")
+
+
 def test_info_counts_what_windows_keep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny.gguf", "gemma3", layers=7, sliding_window=24)
     memory = json.loads(Run(capsys, "info", "--json", str(tmp_path / "tiny.gguf")).out)["memory"]

@@ -110,6 +110,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, max_model_len: str = M
 # fmt: on
 
 
+def model_name(args: argparse.Namespace) -> str | None:
+    """Of the commands that take MODEL as well as --model. Raises CommandError for both."""
+    if args.model_argument is not None and args.model is not None:
+        raise CommandError("MODEL and --model are the same: give one of them")
+    name: str | None = args.model if args.model_argument is None else args.model_argument
+    return name
+
+
 def load_chat_llm(args: argparse.Namespace, seed: int | None = None, **settings: Any) -> LLM:
     """load_llm() with the chat template that --chat-template names. Raises CommandError."""
     from rvllm.chat_template import ChatTemplate

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rvllm.cli.arguments import model_name
 from rvllm.cli.errors import one_line, user_errors
 from rvllm.cli.printer import use_utf8
 
@@ -38,20 +39,22 @@ SAMPLE_TOOL = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model",
+        "model_argument",
         nargs="?",
         metavar="MODEL",
         help="a GGUF file, or what `rvllm pull` takes (default: the default model)",
     )
+    parser.add_argument("-m", "--model", help="the same as MODEL")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    model = model_name(args)
     with user_errors():
         from rvllm.gguf_file import GGUFFile
         from rvllm.models import resolve_model
 
-        with GGUFFile(resolve_model(args.model)) as gguf:
+        with GGUFFile(resolve_model(model)) as gguf:
             facts = {
                 "file": str(gguf.path),
                 "gguf_version": gguf.version,

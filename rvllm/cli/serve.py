@@ -13,7 +13,7 @@ import sys
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from rvllm.cli.arguments import add_engine_arguments, size
+from rvllm.cli.arguments import add_engine_arguments, model_name, size
 from rvllm.cli.errors import CommandError, one_line
 
 if TYPE_CHECKING:
@@ -86,10 +86,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     """Settings of the arguments above; sets args.model. Raises CommandError for values that are out of range."""
     from rvllm.server.served_model import ServerConfig
 
-    if args.model_argument is not None:
-        if args.model is not None:
-            raise CommandError("MODEL and --model are the same: give one of them")
-        args.model = args.model_argument
+    args.model = model_name(args)
     if args.max_queue < 0:
         raise CommandError(f"--max-queue must be at least 0, not {args.max_queue}")
     if not args.drain_timeout >= 0:
