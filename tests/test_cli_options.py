@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,25 @@ def test_closed_standard_input_is_empty(model: Path) -> None:
     shell = ["sh", "-c", 'exec "$@" <&-', "sh", *argv, "-p", "a", "-p", "-"]
     done = subprocess.run(shell, capture_output=True, text=True)
     assert done.stdout.startswith(text_of(model, 8) + "\n") and "Traceback" not in done.stderr
+
+
+INTERRUPTED = """import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "rvllm.cli.bench":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("rvllm", run_name="__main__")"""
+
+
+def test_interrupt_while_modules_are_imported_is_quiet() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        text=True,
+        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")  # 130 to a shell
