@@ -68,8 +68,6 @@ def test_values_may_touch_short_options(model: Path, capsys: pytest.CaptureFixtu
 def test_no_limit(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("-m", str(model), "--num-blocks", "64", "-p", "a", "--ignore-eos", "-n", "-1", "-c", "0")
     assert Run(capsys, "generate", *argv).out == text_of(model, None, ignore_eos=True) + "\n"
-    (Path("text")).write_text("some words")
-    Run(capsys, "perplexity", "-m", str(model), "-f", "text", "-c", "0").assert_refused("--ctx-size", "0")
 
 
 def test_closed_standard_input_is_empty(model: Path) -> None:

@@ -290,6 +290,11 @@ def test_divergence_from_float32(run: Run, folder: Path, tmp_path: Path) -> None
     assert f32["kld"] == 0 and f32["ppl"] == f32["base_ppl"] == pytest.approx(result["base_ppl"], rel=1e-12)
 
 
+def test_full_disk_for_the_reference_is_one_line(run: Run, folder: Path) -> None:
+    status, _, err = run("-f", folder / "text", "-c", "64", "--save-logits", "/dev/full", "--json")
+    assert (status, err) == (1, "rvllm: error: cannot write /dev/full: No space left on device\n")
+
+
 def test_mistakes_are_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
     text, base = folder / "text", tmp_path / "base"
     (tmp_path / "other").write_text(TEXT[1:])
@@ -302,7 +307,7 @@ def test_mistakes_are_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
         (("-f", tmp_path / "latin"), "byte 3 is not UTF-8"),
         (("-f", text), "the text has 204 tokens, less than a chunk of 512"),
         (("-f", text, "-c", "7"), "a chunk must have at least 8 tokens, got 7"),
-        (("-f", text, "-c", "0"), "max_model_len must be between 1"),
+        (("-f", text, "-c", "0"), "--ctx-size must be at least 1, got 0"),
         (("-f", text, "-c", "1024"), "max_model_len 1024 is more than the model's context of 512"),
         (("-f", text, "-c", "64", "--chunks", "0"), "--chunks must be at least 1, got 0"),
         (("-f", text, "-c", "64", "--num-blocks", "2"), "64 tokens need 4 KV-cache blocks, 2 are available"),

@@ -238,3 +238,9 @@ def test_threads_that_cannot_be_started_are_an_error(tmp_path: Path) -> None:
     assert done.stdout.startswith("cannot start thread ")
     assert " of 64: " in done.stdout
     assert done.stdout.count("\n") == 1
+
+
+def test_full_disk_for_the_trace_is_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "-m", str(path), "-p", "abc", "--num-blocks", "9", "--profile-trace", "/dev/full"]
+    assert main(argv) == 1
+    assert capsys.readouterr().err == "rvllm: error: cannot write /dev/full: No space left on device\n"

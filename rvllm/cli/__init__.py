@@ -21,7 +21,7 @@ from rvllm.cli import (
     ray_serve,
     serve,
 )
-from rvllm.cli.errors import CommandError, one_line
+from rvllm.cli.errors import EXIT_FAILURE, CommandError, one_line
 from rvllm.cli.parser import CommandParser, Parser
 from rvllm.version import __version__
 
@@ -40,8 +40,6 @@ COMMANDS = {
     "serve": serve,
 }
 
-EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # as shells report a process ended by SIGINT
 EXIT_PIPE_CLOSED = 141  # and by SIGPIPE
 
@@ -91,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except CommandError as error:
         print(f"rvllm: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        return error.status
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

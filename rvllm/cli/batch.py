@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rvllm.cli.arguments import add_engine_arguments, load_chat_llm
-from rvllm.cli.errors import CommandError, one_line, user_errors
+from rvllm.cli.errors import EXIT_FAILURE, CommandError, one_line, user_errors
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 HELP = "answer a file of requests in OpenAI's batch format, resumable"
 
-EXIT_FAILURE = 1
 GO_ON = "the same command goes on"
 MAX_QUEUE = 2**31  # the batch itself bounds what is in flight
 PROGRESS_SECONDS = 10.0  # between lines in a log; on a terminal it is one line, which changes

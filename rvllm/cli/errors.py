@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+
 
 class CommandError(Exception):
-    """The message is one line."""
+    """The message is one line. status: what the command ends with."""
+
+    def __init__(self, message: str, status: int = EXIT_USER_ERROR) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def one_line(error: BaseException) -> str:
@@ -28,3 +36,14 @@ def user_errors() -> Iterator[None]:
         raise
     except (ImportError, ValueError, OSError, RuntimeError, MemoryError) as error:
         raise CommandError(one_line(error)) from error
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Around code that writes a file: a full disk is a failure on the way, one that cannot be opened a mistake."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:  # as opening names it
+            raise
+        raise CommandError(f"cannot write {os.fspath(path)}: {one_line(error)}", EXIT_FAILURE) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rvllm.cli.arguments import add_engine_arguments, load_llm, read_text
-from rvllm.cli.errors import CommandError, user_errors
+from rvllm.cli.errors import CommandError, user_errors, writing
 from rvllm.cli.profiling import add_profile_arguments, print_profile, wants_profile, write_profile_trace
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def _measure(
         writer = None
         if args.save_logits is not None:
             vocab_size = llm.engine.runner.vocab_size
+            stack.enter_context(writing(args.save_logits))
             writer = stack.enter_context(LogitsWriter(args.save_logits, chunks, vocab_size))
         for i, chunk in enumerate(chunks):
             ids = chunk.tolist() if bos is None else [bos, *chunk[1:].tolist()]

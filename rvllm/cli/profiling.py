@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rvllm.cli.errors import user_errors
+from rvllm.cli.errors import user_errors, writing
 
 if TYPE_CHECKING:
     from rvllm.llm import LLM
@@ -46,5 +46,5 @@ def print_profile(args: argparse.Namespace, llm: LLM, title: str = "") -> None:
 def write_profile_trace(args: argparse.Namespace, llm: LLM) -> None:
     """The trace, if args ask for it. Raises CommandError."""
     if args.profile_trace is not None and llm.profile is not None:
-        with user_errors():
+        with user_errors(), writing(args.profile_trace):
             llm.profile.write_trace(args.profile_trace)

@@ -14,14 +14,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from rvllm.cli.arguments import add_engine_arguments, model_name, size
-from rvllm.cli.errors import CommandError, one_line
+from rvllm.cli.errors import EXIT_FAILURE, CommandError, one_line
 
 if TYPE_CHECKING:
     from rvllm.server.served_model import ServerConfig
 
 HELP = "serve a model over HTTP"
-
-EXIT_FAILURE = 1
 
 
 # fmt: off
