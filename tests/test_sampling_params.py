@@ -120,6 +120,8 @@ def test_messages_name_value_and_limit() -> None:
     with pytest.raises(ValueError, match=r"^stop must hold at most 65536 characters altogether, got 70000$"):
         SamplingParams(stop=["x" * 35_000] * 2)
     assert len(SamplingParams(stop=["x" * 1024] * 64).stop_strings) == 64
+    with pytest.raises(ValueError, match=r"^stop must hold text, got .* half a surrogate pair"):
+        SamplingParams(stop=["a", "b\udcff"])
 
 
 def test_stop_strings() -> None:
