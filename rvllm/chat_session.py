@@ -122,7 +122,8 @@ class ChatSession:
         try:
             self.params = replace(self.params, **{name: SETTINGS[name](text)})
         except ValueError as error:
-            raise ChatError(str(error)) from None
+            message = str(error)
+            raise ChatError(message if message.startswith(name) else f"{name}: {message}") from None
 
     def save(self, path: str) -> None:
         """Writes the conversation as JSON, in the form of a request's messages. Raises ChatError."""

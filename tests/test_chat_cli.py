@@ -160,7 +160,8 @@ def test_settings() -> None:
         "/set top_k=1 top_p=2": "top_p",
         "/set bogus=1": "bogus",
         "/set temperature": "NAME=VALUE",
-        "/set seed=1.5": "1.5",
+        "/set seed=1.5": "seed: .*1.5",
+        "/set temperature=x": "temperature: .*'x'",
     }.items():
         with pytest.raises(ChatError, match=word):
             run_command(session, line)
