@@ -62,6 +62,7 @@ def test_regex(run) -> None:  # type: ignore[no-untyped-def]
         (["--grammar", "root ::= x"], "prompt 1: grammar: rule 'x' is not defined"),
         (["--grammar", "root ::= x" + "*" * 3000], "prompt 1: grammar, line 1: more than 100 repetitions"),
         (["-j", "{"], "json_schema is no JSON"),
+        (["-j", "nofile.json"], "--json-schema 'nofile.json' is neither JSON nor a file"),
         (["-jf", "missing.json"], "missing.json: No such file"),
         (["--chat-template", "chatml"], "--chat-template needs --chat"),
         (["--chat", "--chat-template", "nope"], "chat template 'nope' is neither a file nor one of chatml"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from rvllm.cli.arguments import read_text
-from rvllm.cli.errors import user_errors
+from rvllm.cli.errors import CommandError, user_errors
 from rvllm.structured_output import StructuredOutput
 
 
@@ -27,12 +28,22 @@ def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
     json_schema, grammar = args.json_schema, args.grammar
     if args.json_schema_file is not None or (json_schema is not None and _is_file(json_schema)):
         json_schema = read_text(args.json_schema_file or json_schema)
+    elif json_schema is not None and not json_schema.lstrip().startswith("{"):
+        _check_json(json_schema)
     if args.grammar_file is not None or (grammar is not None and _is_file(grammar)):
         grammar = read_text(args.grammar_file or grammar)
     if json_schema is None and grammar is None and args.regex is None:
         return None
     with user_errors():
         return StructuredOutput(json_schema=json_schema, grammar=grammar, regex=args.regex)
+
+
+def _check_json(text: str) -> None:
+    """Raises CommandError."""
+    try:
+        json.loads(text)
+    except ValueError:
+        raise CommandError(f"--json-schema {text!r:.200} is neither JSON nor a file") from None
 
 
 def _is_file(text: str) -> bool:
