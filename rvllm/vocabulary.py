@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rvllm._tokenizer import PieceTable
+
+log = logging.getLogger(__name__)
 
 PREFIX = "tokenizer.ggml."
 TOKENS_KEY = PREFIX + "tokens"
@@ -93,10 +96,13 @@ class Vocabulary:
         strip_right: Iterable[int] = (),
     ) -> Vocabulary:
         """A table of V tokens and types [V], with the special ids and flags of `metadata`."""
-        bos, eos, unknown, eot, eom = (
-            read_token_id(metadata, PREFIX + name + "_token_id", len(tokens))
+        ids = {
+            name: read_token_id(metadata, PREFIX + name + "_token_id", len(tokens))
             for name in ("bos", "eos", "unknown", "eot", "eom")
-        )
+        }
+        if metadata.get(PREFIX + "model") == "llama":
+            ids = {name: _default_id(name, types) if id is None else id for name, id in ids.items()}
+        bos, eos, unknown, eot, eom = ids.values()
         ends = {tokens[id]: id for id in _special_ids(types) if _ends_generation(tokens[id], types[id])}
         if any(pair <= ends.keys() for pair in END_PAIRS):
             ends.pop("<|end|>", None)
@@ -169,19 +175,30 @@ def read_numbers(
 
 
 def read_token_id(metadata: Mapping[str, object], key: str, count: int) -> int | None:
+    """None when absent, and with a warning when there is no such token, as in some published files."""
     value = metadata.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TokenizerError(f"{key}: must be an integer, got {short(value)}")
     if not 0 <= value < count:
-        raise TokenizerError(f"{key}: {value} is outside the vocabulary, 0 to {count - 1}")
+        log.warning("%s: %d is outside the vocabulary, 0 to %d: ignored", key, value, count - 1)
+        return None
     return int(value)
+
+
+def _default_id(name: str, types: NDArray[np.uint8]) -> int | None:
+    """SentencePiece's own ids, for files that give none."""
+    if name == "unknown":
+        return 0 if types[0] == TokenType.UNKNOWN else None
+    id = {"bos": 1, "eos": 2}.get(name, len(types))
+    return id if id < len(types) else None
 
 
 def _read_types(metadata: Mapping[str, object], tokens: list[str]) -> NDArray[np.uint8]:
     types = read_numbers(metadata, TYPES_KEY, len(tokens), "iu")
     if types is None:
+        log.warning("%s: missing, so control tokens are taken for plain text", TYPES_KEY)
         kinds = (TokenType.BYTE if BYTE_TEXT.fullmatch(token) else TokenType.NORMAL for token in tokens)
         return np.fromiter(kinds, np.uint8, len(tokens))
     known = np.isin(types, list(TokenType))

@@ -496,9 +496,9 @@ def test_a_ban_of_every_token_is_refused(llm: LLM) -> None:
 
 def test_a_wrong_tokenizer_is_named_with_its_file(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
-    write_tiny_model(path, metadata={"tokenizer.ggml.eos_token_id": 10_000})
+    write_tiny_model(path, metadata={"tokenizer.ggml.eos_token_id": "2"})
     with pytest.raises(
-        ValueError, match=r"^\S+/tiny\.gguf: tokenizer\.ggml\.eos_token_id: 10000 is outside the vocab"
+        ValueError, match=r"^\S+/tiny\.gguf: tokenizer\.ggml\.eos_token_id: must be an integer, got '2'"
     ):
         LLM(path, num_blocks=4)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -274,6 +274,7 @@ def test_spm_defaults_and_flags() -> None:
 def test_spm_without_byte_tokens(caplog: pytest.LogCaptureFixture) -> None:
     assert spm_tokens("x\u00e9", byte_tokens=False) == ["<s>", "\u2581", "<unk>", "<unk>"]
     metadata = spm_metadata(byte_tokens=False, unknown_token_id=None)
+    metadata["tokenizer.ggml.token_type"][0] = 3
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.decode(tokenizer.encode("xaxb")) == "ab"
     tokenizer.encode("x")

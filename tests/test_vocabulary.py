@@ -30,13 +30,6 @@ from rvllm.tokenizer import Tokenizer, TokenizerError
         ({"merges": ["ab"]}, "^tokenizer.ggml.merges: entry 0, 'ab', is not two pieces"),
         ({"merges": ["a b"]}, "tokenizer.ggml.merges: .*ab.* out of vocabulary"),
         ({"merges": ["a </think>"]}, "tokenizer.ggml.merges: .*a</think>.* out of vocabulary"),
-        (
-            {"eos_token_id": 0xFFFFFFFF},
-            "tokenizer.ggml.eos_token_id: 4294967295 is outside the vocabulary, 0 to 260",
-        ),
-        ({"eos_token_id": 261}, "tokenizer.ggml.eos_token_id: 261 is outside"),
-        ({"bos_token_id": -1}, "tokenizer.ggml.bos_token_id: -1 is outside"),
-        ({"bos_token_id": 261, "add_bos_token": True}, "tokenizer.ggml.bos_token_id: 261 is outside"),
         ({"eos_token_id": "2"}, "tokenizer.ggml.eos_token_id: must be an integer, got '2'"),
         ({"eos_token_id": True}, "tokenizer.ggml.eos_token_id: must be an integer"),
         ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token: must be bool, got 1"),
@@ -56,10 +49,6 @@ def test_bad_bpe_metadata(keys: dict[str, object], message: str) -> None:
         ({"scores": ["x"]}, "tokenizer.ggml.scores: must be an array of numbers"),
         ({"scores": np.full(268, np.nan, np.float32)}, "tokenizer.ggml.scores: entry 0 is not a number"),
         ({"token_type": [6] * 268}, "token 0, '<unk>' has the type byte"),
-        (
-            {"unknown_token_id": 268},
-            "tokenizer.ggml.unknown_token_id: 268 is outside the vocabulary, 0 to 267",
-        ),
     ],
 )
 def test_bad_spm_metadata(keys: dict[str, object], message: str) -> None:
@@ -72,6 +61,25 @@ def test_absent_special_ids() -> None:
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, None)
     assert tokenizer.encode("a") == [ord("a")]
     assert tokenizer.decode(tokenizer.encode("a,b")) == "a,b"
+
+
+@pytest.mark.parametrize("id", [-1, 261, 0xFFFFFFFF])
+def test_special_ids_outside_the_vocabulary(id: int, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = Tokenizer.from_gguf(bpe_metadata(bos_token_id=id, eos_token_id=id, add_bos_token=True))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (None, None)
+    assert tokenizer.encode("a") == [ord("a")]
+    assert f"tokenizer.ggml.eos_token_id: {id} is outside the vocabulary, 0 to 260: ignored" in caplog.text
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("id", [None, 1000])
+def test_default_ids_of_sentencepiece(id: int | None) -> None:
+    given = Tokenizer.from_gguf(spm_metadata(byte_tokens=False))
+    keys = {"bos_token_id": id, "eos_token_id": id, "unknown_token_id": id}
+    tokenizer = Tokenizer.from_gguf(spm_metadata(byte_tokens=False, **keys))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    assert tokenizer.encode("ab x") == given.encode("ab x")
+    assert 0 in given.encode("ab x")
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -89,9 +97,10 @@ def test_vocabulary_of_one_token(model: str) -> None:
     assert tokenizer.encode("aba") == [0, 0]
 
 
-def test_missing_token_types() -> None:
+def test_missing_token_types(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.from_gguf(spm_metadata(token_type=None, add_bos_token=False))
     assert tokenizer.decode(tokenizer.encode("a\u00e9")) == "a\u00e9"
+    assert "tokenizer.ggml.token_type: missing" in caplog.text
 
 
 def test_wrong_text_and_ids() -> None:
