@@ -305,7 +305,7 @@ class _Reader(ArchitectureKeys):
         if not num_experts:
             return dict(zip(names, (0, 0, 0, 0, False, 1.0), strict=True))
         experts = self.gguf.tensors.get(f"blk.{num_dense}.ffn_up_exps.weight")
-        size = experts.shape[-2] if experts is not None and len(experts.shape) == 3 else None
+        size = experts.shape[-2] if experts is not None and len(experts.shape) > 1 else None
         default = size or self.integer("feed_forward_length", high=2**24)
         shared = self.rows(f"blk.{num_dense}.ffn_up_shexp")
         values = (

@@ -317,6 +317,8 @@ def _place_tensors(
         if start + size > len(mapped):
             raise HeaderError(f"{name}: ends at byte {start + size}, but the file ends at byte {len(mapped)}")
         data = np.frombuffer(mapped, np.uint8, size, start)
+        while len(dims) > 2 and dims[-1] == 1:  # some writers keep them
+            dims = dims[:-1]
         tensors[name] = TensorInfo(name, type_, type_id, dims[::-1], data)
         offsets[name] = start
     by_offset = sorted(offsets, key=offsets.__getitem__)

@@ -57,6 +57,11 @@ def test_impossible_dimensions(tmp_path: Path, index: int, dims: tuple[int, ...]
 def test_number_of_dimensions(tmp_path: Path) -> None:
     four = craft(tmp_path / "four.gguf", infos=change(0, dims=(2, 4, 8, 8)))
     assert GGUFFile(four).tensors["token_embd.weight"].shape == (8, 8, 4, 2)
+    for dims in ((64, 8, 1), (64, 8, 1, 1)):
+        longer = craft(tmp_path / "longer.gguf", infos=change(0, dims=dims))
+        assert GGUFFile(longer).tensors["token_embd.weight"].shape == (8, 64)
+    column = craft(tmp_path / "column.gguf", infos=change(0, dims=(512, 1, 1, 1)))
+    assert GGUFFile(column).tensors["token_embd.weight"].shape == (1, 512)
     scalar = craft(tmp_path / "scalar.gguf", infos=change(3, dims=()))
     assert GGUFFile(scalar).tensors["output_norm.weight"].data.size == 4
     for count in (5, 2**32 - 1):
