@@ -43,13 +43,20 @@ class ArchitectureKeys:
             raise self.fail(key, f"{value} is not between {low} and {high}")
         return value
 
-    def number(self, key: str, default: float | None = None, low: float | None = None) -> float:
-        """A number that float32 holds: from `low` on, or above 0 and such that float32 holds its inverse too."""
+    def number(
+        self, key: str, default: float | None = None, low: float | None = None, zero: float | None = None
+    ) -> float:
+        """A number that float32 holds: from `low` on, or above 0 and such that float32 holds its inverse too.
+
+        zero: what 0 stands for, where it means that the file does not say.
+        """
         value = self.gguf.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise self.fail(key, "missing")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.fail(key, f"expected a number, not {reprlib.repr(value)}")
+        if value == 0 and zero is not None:
+            return zero
         tiny = float(FLOAT32.tiny)
         least, most = (tiny, 1 / tiny) if low is None else (low, float(FLOAT32.max))
         if not least <= value <= most:

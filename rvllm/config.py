@@ -268,7 +268,7 @@ class _Reader(ArchitectureKeys):
             residual_scale=self.number("residual_scale", default_scale),
             logit_scale=1.0 / logit_scale if family.divided_logits else logit_scale,
             logit_soft_cap=self.number("final_logit_softcapping", family.logit_soft_cap, low=0.0),
-            attention_scale=self.number("attention.scale", 1.0 / math.sqrt(query_dim)),
+            attention_scale=self.number("attention.scale", 0.0, zero=1.0 / math.sqrt(query_dim)),
             attention_soft_cap=self.number("attn_logit_softcapping", family.attention_soft_cap, low=0.0),
             attn_sinks=family.attn_sinks,
             attention_temperature=self.attention_temperature(rope_tables, layers, head_dim),
@@ -425,7 +425,9 @@ class _Reader(ArchitectureKeys):
             raise self.fail("rope.scaling.type", f"longrope, but tensor {names[1]}.weight is missing")
         return RopeScaling(
             type=kind,
-            factor=self.number("rope.scaling.factor", self.number("rope.scale_linear", 1.0)),
+            factor=self.number(
+                "rope.scaling.factor", self.number("rope.scale_linear", 1.0, zero=1.0), zero=1.0
+            ),
             factors=self.rope_factors(f"{found[0]}.weight", dim) if found else 1.0,
             original_context_length=original,
             attention_factor=self.number("rope.scaling.attn_factor", 1.0),

@@ -51,7 +51,9 @@ def test_a_good_file(tmp_path: Path) -> None:
         ("attention.value_length", 8),
         ("rope.scaling.type", "dynamic"),
         ("rope.scaling.type", "longrope"),
-        ("rope.scaling.factor", 0.0),
+        ("rope.scaling.factor", -1.0),
+        ("rope.scaling.factor", False),
+        ("attention.scale", -1.0),
         ("rope.scaling.yarn_ext_factor", 0.5),
         ("rope.scaling.yarn_attn_factor", 0.5),
         ("attention.causal", False),
@@ -84,6 +86,12 @@ def test_bad_hyper_parameter_is_named(tmp_path: Path, key: str, value: object) -
     message = str(error.value)
     assert "\n" not in message and str(tmp_path) in message and len(message) < 400
     assert key in message
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear", "attention.scale"])
+@pytest.mark.parametrize("zero", [0, 0.0])
+def test_zero_that_means_not_given(tmp_path: Path, key: str, zero: float) -> None:
+    assert config(tmp_path / "m.gguf", **{key: zero}) == config(tmp_path / "n.gguf")
 
 
 def test_usual_ways_are_no_problem(tmp_path: Path) -> None:
