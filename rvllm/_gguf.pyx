@@ -74,11 +74,11 @@ cdef class Reader:
         self.require(field, value, size)
         return value
 
-    cdef str string(self, str field, uint64_t limit):
+    cdef str string(self, str field, uint64_t limit, const char* errors = "strict"):
         cdef uint64_t length = self.count(field, limit, 1)
         cdef const unsigned char* start = &self.view[0] + self.position
         try:
-            text = PyUnicode_DecodeUTF8(<const char*>start, length, NULL)
+            text = PyUnicode_DecodeUTF8(<const char*>start, length, errors)
         except UnicodeDecodeError as error:
             raise HeaderError(f"{field}: invalid UTF-8 at byte {self.position + <uint64_t>error.start}") from None
         self.position += length
@@ -96,6 +96,13 @@ cdef class Reader:
             raise HeaderError(f"{field}: a boolean is {array.max()}, not 0 or 1")
         return array.view(np.bool_)
 
+    cdef str text(self, str field):
+        # No answer depends on the name of an author, say.
+        cdef const char* errors = "replace"
+        if field.startswith("tokenizer."):
+            errors = "strict"
+        return self.string(field, MAX_HEADER_SIZE, errors)
+
     cdef object array(self, str field):
         cdef uint64_t value_type = self.integer(field, 4)
         cdef uint64_t count, i
@@ -108,13 +115,13 @@ cdef class Reader:
         count = self.count(field, MAX_STRINGS, 8)
         strings = []
         for i in range(count):
-            strings.append(self.string(field, MAX_HEADER_SIZE))
+            strings.append(self.text(field))
         return strings
 
     cdef object value(self, str field, uint64_t value_type):
         check_value_type(field, value_type)
         if value_type == STRING:
-            return self.string(field, MAX_HEADER_SIZE)
+            return self.text(field)
         if value_type == ARRAY:
             return self.array(field)
         return self.numbers(field, value_type, 1)[0].item()

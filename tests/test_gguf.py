@@ -67,6 +67,13 @@ def test_reads_values_of_every_type(tmp_path: Path, version: int) -> None:
     assert file.require("none", np.ndarray).size == 0 and file.metadata["no.texts"] == []
 
 
+def test_texts_that_are_no_utf8(tmp_path: Path) -> None:
+    """Of which no answer depends on any but the tokenizer's."""
+    values = {"general.author": Typed(STR, b"a\xffb"), "general.tags": Typed(ARR, Typed(STR, [b"\xc3", "x"]))}
+    file = GGUFFile(craft(tmp_path / "f.gguf", metadata={**METADATA, **values}))
+    assert (file.metadata["general.author"], file.metadata["general.tags"]) == ("a\ufffdb", ["\ufffd", "x"])
+
+
 def test_typed_getter(small: Path) -> None:
     file = GGUFFile(small)
     assert file.get("llama.block_count", 7, int) == 1
