@@ -195,13 +195,12 @@ class BuildExt(build_ext):
         if ext.name == "rvllm._cuda":
             ext.extra_objects = self.compile_kernels()
         super().build_extension(ext)
-        if ext.name == "rvllm._metal":
-            make_metal_library(Path(self.get_ext_fullpath(ext.name)).parent)
 
-    def copy_extensions_to_source(self) -> None:
-        super().copy_extensions_to_source()  # of what is built in place: the modules alone
-        if any(ext.name == "rvllm._metal" for ext in self.extensions):
-            make_metal_library(Path("rvllm"))
+    def run(self) -> None:
+        super().run()  # which says where modules lie only afterwards, when it was asked to build in place
+        for ext in self.extensions:
+            if ext.name == "rvllm._metal":
+                make_metal_library(Path(self.get_ext_fullpath(ext.name)).parent)
 
     def compile_kernels(self) -> list[str]:
         cuda = find_cuda()

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -82,9 +83,8 @@ class AsyncEngine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="rvllm-engine", daemon=True)
             self._thread.start()
-            atexit.register(
-                self.shutdown
-            )  # a step that runs into the interpreter's end would abort the process
+            # A step that runs into the interpreter's end would abort the process.
+            atexit.register(self._end, os.getpid())
 
     @property
     def is_ready(self) -> bool:
@@ -218,9 +218,14 @@ class AsyncEngine:
             self._has_work.notify()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        atexit.unregister(self.shutdown)
+        atexit.unregister(self._end)
         self._preparer.shutdown()
         self._fail_all(partial(EngineStoppedError, "the engine has been shut down"))
+
+    def _end(self, pid: int) -> None:
+        """At the end of the program, but not of a child of fork, which has none of the threads and processes."""
+        if os.getpid() == pid:
+            self.shutdown()
 
     # The callers' side.
 

@@ -215,7 +215,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
     "top_p": _number,
     "top_k": _integer,
     "min_p": _number,
-    "max_tokens": _integer,
+    "max_tokens": lambda text: None if text == "-1" else _integer(text),
     "seed": _integer,
     "stop": _stop,
     "repetition_penalty": _number,

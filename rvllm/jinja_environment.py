@@ -251,6 +251,8 @@ def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def counting(*args: Any, **kwargs: Any) -> Any:
+        if budget.get() is None:  # in the compiler, which folds constants
+            raise nodes.Impossible
         return _made(function(*args, **kwargs))
 
     return counting

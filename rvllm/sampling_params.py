@@ -151,10 +151,6 @@ class SamplingParams:
                 raise ValueError(f"stop must be a string or a list of strings, got {text!r} in it")
             if not text:
                 raise ValueError("stop must not hold an empty string: it would match everywhere")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise ValueError(
-                    f"stop must hold text, got {text!r} with half a surrogate pair: no answer has one"
-                )
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise ValueError(
                 f"stop must hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop_strings)}"
@@ -164,6 +160,11 @@ class SamplingParams:
             raise ValueError(
                 f"stop must hold at most {MAX_STOP_CHARACTERS} characters altogether, got {size}"
             )
+        for text in self.stop_strings:
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError(
+                    f"stop must hold text, got {text!r} with half a surrogate pair: no answer has one"
+                )
 
     def _check_token_ids(self) -> None:
         if self.stop_token_ids is not None:

@@ -43,7 +43,7 @@ write_results() {
 
 # part TITLE LIMIT COMMAND...: a section of the results; what fails is named at its end.
 part() {
-  local title=$1 most=$2 left=$((limit - SECONDS)) status=124
+  local title=$1 most=$2 left=$((limit - SECONDS)) status=1
   shift 2
   printf '\n=== %s (%ss)\n' "$title" "$SECONDS"
   printf '\n## %s\n\n' "$title" >>"$work/results.md"
@@ -88,8 +88,9 @@ run_tests() {
   rm -rf "$work/tests"
   mkdir "$work/tests"
   # shellcheck disable=SC2086
-  "$python" $pytest --collect-only -q -k "$1" tests/emu/test_cuda_{ops,steps,tokens}.py | grep :: | sed 's/\[.*//' |
-    sort -u >"$work/functions"
+  "$python" $pytest --collect-only -q -k "$1" tests/emu/test_cuda_{ops,steps,tokens}.py >"$work/collected" ||
+    { cat "$work/collected" >&2; return 1; }
+  grep :: "$work/collected" | sed 's/\[.*//' | sort -u >"$work/functions"
   xargs -P "$2" -I{} bash -c 'run_function "$@"' _ {} "$1" <"$work/functions"
   status=$?
   cat "$work"/tests/* | grep -a '^=.* in .*s.* =' | grep -oE '[0-9]+ (passed|failed|skipped|errors?)' |

@@ -26,7 +26,7 @@ BAD_BODIES: tuple[bytes, ...] = (
     b"\xff\xfe",
     b"[" * 100_000,
     b'{"prompt": 3}',
-    b'{"prompt": "x", "max_tokens": -1}',
+    b'{"prompt": "x", "max_tokens": -2}',
     b'{"prompt": "x", "max_tokens": "5"}',
     b'{"prompt": "x", "temperature": NaN}',
     b'{"prompt": "x", "temperature": -1}',

@@ -182,10 +182,10 @@ def test_a_step_that_fails_ends_its_own_requests_alone() -> None:
 def test_the_end_of_the_program_stops_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that comes back into Python after its end would abort the process."""
     at_exit: list[Any] = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
+    monkeypatch.setattr(atexit, "register", lambda end, pid: at_exit.append(end))
     monkeypatch.setattr(atexit, "unregister", at_exit.remove)
     with running() as engine:
-        assert at_exit == [engine.shutdown]
+        assert at_exit == [engine._end]
     assert at_exit == []
 
 

@@ -97,7 +97,14 @@ def test_metal_kernels_are_compiled_where_the_compiler_is(
 
 def test_metal_kernels_lie_beside_a_module_that_is_built_in_place(setup: dict[str, Any]) -> None:
     made: list[Any] = []
-    base = type("build_ext", (), {"copy_extensions_to_source": lambda self: made.append("modules")})
+    base = type(
+        "build_ext",
+        (),
+        {
+            "run": lambda self: made.append("modules"),
+            "get_ext_fullpath": lambda self, name: "rvllm/_metal.so",
+        },
+    )
     names = {**setup, "build_ext": base, "make_metal_library": made.append}
     body = ast.parse((ROOT / "setup.py").read_text()).body
     future = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
@@ -105,10 +112,10 @@ def test_metal_kernels_lie_beside_a_module_that_is_built_in_place(setup: dict[st
     exec(compile(ast.fix_missing_locations(ast.Module([future, *kept], [])), "setup.py", "exec"), names)
     build = names["BuildExt"]()
     build.extensions = [SimpleNamespace(name="rvllm._core")]
-    build.copy_extensions_to_source()
+    build.run()
     assert made == ["modules"]
     build.extensions.append(SimpleNamespace(name="rvllm._metal"))
-    build.copy_extensions_to_source()
+    build.run()
     assert made == ["modules", "modules", Path("rvllm")]
 
 

@@ -59,7 +59,7 @@ void AttentionPlan::share(const Batch& batch, const BlockTables& tables, int blo
   }
   std::vector<std::vector<int>> sharers;
   // Requests part for good: where all have begun and no two share a partition, they share none behind it.
-  for (bool may_share = firsts.size() > 1 && spans_each > 0; may_share; ++partition) {
+  for (bool may_share = firsts.size() > 1 && spans_each > 0; may_share && num_rows < kMaxKeptRows; ++partition) {
     may_share = partition < last_first;
     sharers.clear();
     for (const int i : firsts) {

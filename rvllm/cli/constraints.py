@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 
 from rvllm.cli.arguments import read_text
-from rvllm.cli.errors import CommandError, user_errors
+from rvllm.cli.errors import CommandError, is_file, user_errors
 from rvllm.structured_output import StructuredOutput
 
 
@@ -26,11 +25,11 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 def structured_output(args: argparse.Namespace) -> StructuredOutput | None:
     """What args ask for. Raises CommandError."""
     json_schema, grammar = args.json_schema, args.grammar
-    if args.json_schema_file is not None or (json_schema is not None and _is_file(json_schema)):
+    if args.json_schema_file is not None or (json_schema is not None and is_file(json_schema)):
         json_schema = read_text(args.json_schema_file or json_schema)
     elif json_schema is not None and not json_schema.lstrip().startswith("{"):
         _check_json(json_schema)
-    if args.grammar_file is not None or (grammar is not None and _is_file(grammar)):
+    if args.grammar_file is not None or (grammar is not None and is_file(grammar)):
         grammar = read_text(args.grammar_file or grammar)
     if json_schema is None and grammar is None and args.regex is None:
         return None
@@ -42,12 +41,5 @@ def _check_json(text: str) -> None:
     """Raises CommandError."""
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise CommandError(f"--json-schema {text!r:.200} is neither JSON nor a file") from None
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a name, or a null character within
-        return False

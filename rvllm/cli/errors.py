@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
@@ -44,6 +45,14 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:  # as opening names it
+        # Opening names its file; a pipe that breaks is standard output's.
+        if error.filename is not None or isinstance(error, BrokenPipeError):
             raise
         raise CommandError(f"cannot write {os.fspath(path)}: {one_line(error)}", EXIT_FAILURE) from error
+
+
+def is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or a null character within
+        return False

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-from rvllm.cli.errors import CommandError
+from rvllm.cli.errors import CommandError, is_file
 
 _ALWAYS = "it is always on: leave it out"
 _NOT_NEEDED = "it is not needed: leave it out"
@@ -56,7 +55,7 @@ class CommandParser(Parser):
             if re.fullmatch("-[a-z][a-z-]+", name) and name not in self._option_string_actions:
                 hint = HINTS.get(name)
                 option = self._option_string_actions.get(name[:2])
-                if hint is None and option is not None and option.nargs != 0:
+                if hint is None and option is not None and option.nargs != 0 and option.type is not int:
                     hint = f"write {word[:2]} {word[2:]}, if that is meant"
                 self.error(f"{name} is not an option{f': {hint}' if hint else ''}")
 
@@ -65,6 +64,6 @@ class CommandParser(Parser):
             name = word.partition("=")[0]
             if name in HINTS:
                 return f"; {name}: {HINTS[name]}"
-            if "-m" in self._option_string_actions and not word.startswith("-") and Path(word).is_file():
+            if "-m" in self._option_string_actions and not word.startswith("-") and is_file(word):
                 return f"; name the model with -m: -m {word}"
         return ""

@@ -30,7 +30,9 @@ class _PlainCycle(RequestResponseCycle):
             if not self._has_length:
                 self.chunked_encoding = False
         elif not self._has_length:
-            self.expected_content_length = len(message.get("body", b""))
+            # Not that of this piece: others may be sent while it waits for the reader.
+            is_last = not message.get("more_body")
+            self.expected_content_length = len(message.get("body", b"")) if is_last else 2**63
         await super().send(message)
 
 
