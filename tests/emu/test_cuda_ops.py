@@ -162,7 +162,7 @@ def test_float_weights_that_are_not_finite_are_refused(backend: Any, name: str, 
 def test_linear_by_cublas(
     device: Device, monkeypatch: pytest.MonkeyPatch, scalar: _core.CpuBackend, name: str
 ) -> None:
-    """What many tokens take with f16 prefill: the dequantized product, in half precision. Fewer have the CPU's bits."""
+    """What many tokens take with f16 prefill: the dequantized product, in half precision."""
     if device == CPU:
         pytest.skip("the CPU has no f16 prefill")
     kind, weight = weight_of(name, 20, 256)
@@ -172,9 +172,10 @@ def test_linear_by_cublas(
     out = ops.linear(backend, kind, 20, weight, x)
     error = np.abs(out - x.astype(np.float64) @ matrix.T)
     assert (error <= 1e-3 * (np.abs(x) @ np.abs(matrix).T)).all()
-    few = ops.linear(backend, kind, 20, weight, x[:512])
-    np.testing.assert_array_equal(few, ops.linear(scalar, kind, 20, weight, x[:512]))
-    assert not np.array_equal(few, out[:512])
+    if isinstance(device, Device):  # on CUDA fewer have the CPU's bits; Metal takes its matrices from 17 on
+        few = ops.linear(backend, kind, 20, weight, x[:512])
+        np.testing.assert_array_equal(few, ops.linear(scalar, kind, 20, weight, x[:512]))
+        assert not np.array_equal(few, out[:512])
 
 
 @shares_nothing
