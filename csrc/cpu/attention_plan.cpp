@@ -15,12 +15,12 @@ AttentionPlan::AttentionPlan(const Batch& batch, const BlockTables& tables, int 
   cut(batch);
   if (block_size <= kPartition && kPartition % block_size == 0) share(batch, tables, block_size);
   if (spans.size() >= size_t(4 * num_threads)) return;
-  int most = 0;
-  for (const AttentionSpan& span : spans) most = std::max(most, span.num_partitions);
-  for (int p = 0; p < most && num_rows < kMaxKeptRows; ++p)
-    for (int i = 0; i < int(spans.size()); ++i)
-      if (p < spans[size_t(i)].num_partitions && rows[size_t(spans[size_t(i)].first_row + p)] < 0)
-        add_unit(spans[size_t(i)].first_partition + p, &i, 1);
+  int64_t rows_each = 1;
+  for (const AttentionSpan& span : spans) rows_each += span.num_rows();
+  const int64_t most = (kMaxKeptRows - num_rows) / rows_each;  // partitions of each span
+  for (int i = 0; i < int(spans.size()); ++i)
+    for (int p = 0; p < std::min<int64_t>(most, spans[size_t(i)].num_partitions); ++p)
+      if (rows[size_t(spans[size_t(i)].first_row + p)] < 0) add_unit(spans[size_t(i)].first_partition + p, &i, 1);
 }
 
 void AttentionPlan::cut(const Batch& batch) {
