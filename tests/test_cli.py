@@ -23,13 +23,9 @@ from rvllm.cli.arguments import size
 from rvllm.model_runner import ModelRunner
 from rvllm.request import Request, SampledToken
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

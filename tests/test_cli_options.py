@@ -13,11 +13,7 @@ from tiny_gguf import write_tiny_model
 
 from rvllm import LLM, SamplingParams
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -m rvllm` in the checkout would find the sources there, which are not compiled."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 @pytest.fixture(scope="module")

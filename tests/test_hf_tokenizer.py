@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+from tiny_gguf import write_tiny_model
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from vocabularies import bpe_metadata, spm_metadata
 
+from rvllm import LLM
 from rvllm.tokenizer import Tokenizer, TokenizerError
 
 TEXTS = [
@@ -111,3 +113,15 @@ def test_tokenizer_file_must_fit_the_model(tmp_path: Path) -> None:
         Tokenizer.from_file(path, metadata)
     with pytest.raises(TokenizerError, match=r"none\.json"):
         Tokenizer.from_file(tmp_path / "none.json", metadata)
+
+
+def test_a_wrong_tokenizer_is_named_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_tiny_model(path, metadata={"tokenizer.ggml.eos_token_id": "2"})
+    with pytest.raises(
+        ValueError, match=r"^\S+/tiny\.gguf: tokenizer\.ggml\.eos_token_id: must be an integer, got '2'"
+    ):
+        LLM(path, num_blocks=4)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"^\S+/tokenizer\.json: no tokenizer\.json that can be used: "):
+        LLM(path, num_blocks=4, tokenizer=tmp_path / "tokenizer.json")

@@ -492,15 +492,3 @@ def test_a_ban_of_every_token_is_refused(llm: LLM) -> None:
     every = list(range(llm.engine.runner.vocab_size))
     with pytest.raises(ValueError, match="ban the whole vocabulary"):
         llm.generate("ab", SamplingParams(min_tokens=1, stop_token_ids=every))
-
-
-def test_a_wrong_tokenizer_is_named_with_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    write_tiny_model(path, metadata={"tokenizer.ggml.eos_token_id": "2"})
-    with pytest.raises(
-        ValueError, match=r"^\S+/tiny\.gguf: tokenizer\.ggml\.eos_token_id: must be an integer, got '2'"
-    ):
-        LLM(path, num_blocks=4)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"^\S+/tokenizer\.json: no tokenizer\.json that can be used: "):
-        LLM(path, num_blocks=4, tokenizer=tmp_path / "tokenizer.json")
